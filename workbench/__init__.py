@@ -1,0 +1,34 @@
+"""A Lightning and Hydra research workbench for post-training language models.
+
+Names are imported on first use, so that ``import workbench`` and ``workbench --help`` stay fast.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_EXPORTS = {
+    "UserError": "workbench.errors",
+    "ModelSpec": "workbench.models.load",
+    "PeftSpec": "workbench.models.peft",
+    "DataModule": "workbench.data.module",
+    "Method": "workbench.methods.base",
+    "SFT": "workbench.methods.sft",
+    "compose": "workbench.cli.config",
+    "train": "workbench.run",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
