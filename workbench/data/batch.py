@@ -1,0 +1,162 @@
+"""`MicroBatch`: what one forward pass gets, ragged and free of any layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.losses.reduce import Normalisers
+
+
+class Role(IntEnum):
+    """What a segment of a row is."""
+
+    TEXT = 0
+    PROMPT = 1
+    COMPLETION = 2
+    CHOSEN = 3
+    REJECTED = 4
+    KL = 5
+    GOLD = 6
+    STEP = 7
+
+
+# Columns of a prepared row that hold its segments; every other numeric column becomes one of `MicroBatch.extras`.
+SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
+
+
+@dataclass
+class MicroBatch:
+    """A forest of token segments.
+
+    N tokens in S segments of R rows. A segment with a parent continues the parent's context (a completion its prompt); one
+    without starts a sequence. Tokens of a segment lie together, in order.
+
+    Args:
+        tokens: token ids ``[N]``.
+        weights: weight of predicting each token ``[N]``; 0 = not trained. A root segment's first token has no context: always 0.
+        starts: segment s holds tokens ``starts[s]:starts[s + 1]``, ``[S + 1]``.
+        parent: the segment that each one continues, or -1, ``[S]``; always an earlier one.
+        row: the plan row (index in the data set) of each segment ``[S]``; -1 in an empty micro-batch.
+        role: `Role` of each segment ``[S]``.
+        extras: per-row tensors ``[R]``, in the order of the rows (label, margin, advantages ...).
+        norm: normalisers of the optimizer step that this belongs to.
+        step: index of that step within the epoch.
+        k: which of the step's ``norm.num_micro`` micro-batches on this rank.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    starts: Tensor
+    parent: Tensor
+    row: Tensor
+    role: Tensor
+    norm: Normalisers
+    step: int = 0
+    k: int = 0
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """True for the stand-in that keeps ranks in step: two untrained tokens, no row."""
+        return bool(self.row[0] < 0)
+
+    @property
+    def closes_step(self) -> bool:
+        """True for the step's last micro-batch on this rank."""
+        return self.k == self.norm.num_micro - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens in it (0 if empty)."""
+        return 0 if self.is_empty else len(self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in it (0 if empty)."""
+        return 0 if self.is_empty else len(torch.unique_consecutive(self.row))
+
+    @property
+    def trained(self) -> Tensor:
+        """Indices into ``tokens`` of the trained ones ``[T]``, the order in which `Policy` returns log-probabilities."""
+        return self.weights.nonzero().squeeze(-1)
+
+    @property
+    def segment(self) -> Tensor:
+        """The segment of each token ``[N]``."""
+        return torch.repeat_interleave(torch.arange(len(self.row), device=self.tokens.device), self.starts.diff())
+
+    def predictors(self) -> Tensor:
+        """For each trained token the index of the token whose hidden state predicts it ``[T]``."""
+        index = self.trained
+        segment = self.segment[index]
+        parent = self.parent[segment]
+        parent_last = self.starts[parent.clamp(min=0) + 1] - 1
+        return torch.where(index == self.starts[segment], parent_last, index - 1)
+
+    def to(self, device: Any, **kwargs: Any) -> "MicroBatch":
+        """The same micro-batch on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device, **kwargs) if isinstance(v, Tensor) else v for k, v in moved.items()}
+        moved["extras"] = {k: v.to(device, **kwargs) for k, v in self.extras.items()}
+        return replace(self, **moved)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[dict[str, Any]], index: Sequence[int], norm: Normalisers, *, step: int = 0, k: int = 0
+    ) -> "MicroBatch":
+        """Assembles prepared rows.
+
+        Args:
+            rows: prepared rows (`SEGMENT_COLUMNS` and scalar extras).
+            index: their positions in the data set.
+            norm: normalisers of the step.
+            step: the step within the epoch.
+            k: the micro-batch within the step.
+        """
+        if not rows:
+            return cls.empty(norm, step=step, k=k)
+        segments = [len(r["lengths"]) for r in rows]
+        lengths = np.concatenate([np.asarray(r["lengths"], dtype=np.int64) for r in rows])
+        first = np.repeat(np.cumsum([0, *segments[:-1]]), segments)
+        parent = np.concatenate([np.asarray(r["parents"], dtype=np.int64) for r in rows])
+        parent = np.where(parent >= 0, parent + first, -1)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        weights = np.concatenate([np.asarray(r["weights"], dtype=np.float32) for r in rows])
+        weights[starts[:-1][parent < 0]] = 0.0
+        extras = [key for key in rows[0] if key not in SEGMENT_COLUMNS and _is_number(rows[0][key])]
+        return cls(
+            tokens=torch.from_numpy(np.concatenate([np.asarray(r["input_ids"], dtype=np.int64) for r in rows])),
+            weights=torch.from_numpy(weights),
+            starts=torch.from_numpy(starts),
+            parent=torch.from_numpy(parent),
+            row=torch.from_numpy(np.repeat(np.asarray(index, dtype=np.int64), segments)),
+            role=torch.from_numpy(np.concatenate([np.asarray(r["roles"], dtype=np.int64) for r in rows])),
+            norm=norm,
+            step=step,
+            k=k,
+            extras={key: torch.tensor([r[key] for r in rows]) for key in extras},
+        )
+
+    @classmethod
+    def empty(cls, norm: Normalisers, *, step: int = 0, k: int = 0) -> "MicroBatch":
+        """Two tokens of weight 0 and no row: every module runs, nothing is learnt, and no collective is missed."""
+        return cls(
+            tokens=torch.zeros(2, dtype=torch.int64),
+            weights=torch.zeros(2),
+            starts=torch.tensor([0, 2]),
+            parent=torch.tensor([-1]),
+            row=torch.tensor([-1]),
+            role=torch.tensor([int(Role.TEXT)]),
+            norm=norm,
+            step=step,
+            k=k,
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.number))

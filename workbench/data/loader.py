@@ -1,0 +1,220 @@
+"""Loaders whose items are whole micro-batches, addressed by (epoch, step, k)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from workbench.data.batch import MicroBatch
+from workbench.data.plan import Planner, RowSizes, to_ranks
+from workbench.losses.reduce import Normalisers
+
+
+class Rows(Protocol):
+    """A map-style data set of prepared rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+class StepLoader(DataLoader):
+    """A loader that needs no state of its own: the trainer's optimizer step says where it continues.
+
+    The two methods tell Lightning that it resumes exactly.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class StepDataset(Dataset):
+    """One rank's micro-batches of a plan.
+
+    Args:
+        rows: prepared rows.
+        planner: deals them.
+        rank: this data-parallel rank.
+    """
+
+    def __init__(self, rows: Rows, planner: Planner, rank: int) -> None:
+        self.rows = rows
+        self.planner = planner
+        self.rank = rank
+
+    def __getitem__(self, key: tuple[int, int, int]) -> MicroBatch:
+        epoch, step, k = key
+        plan = self.planner.step(epoch, step)
+        index = plan.micro[self.rank][k]
+        return MicroBatch.from_rows([self.rows[i] for i in index], index, plan.norm, step=step, k=k)
+
+    def __len__(self) -> int:
+        return self.planner.steps_per_epoch * self.planner.num_micro
+
+
+class StepSampler(DistributedSampler):
+    """Keys of one epoch's micro-batches, from the optimizer step at which iteration starts.
+
+    It derives from ``DistributedSampler`` so that Lightning leaves it in place; the plan has dealt rows to ranks already.
+
+    Args:
+        dataset: the micro-batches.
+        position: optimizer steps done so far, over all epochs.
+        steps_per_epoch: steps after which the trainer starts a new epoch.
+    """
+
+    def __init__(self, dataset: StepDataset, position: Callable[[], int], steps_per_epoch: int) -> None:
+        super().__init__(dataset, num_replicas=1, rank=0, shuffle=False)
+        self.position = position
+        self.steps_per_epoch = steps_per_epoch
+        self.num_micro = dataset.planner.num_micro
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        epoch, first = divmod(self.position(), self.steps_per_epoch)
+        for step in range(first, self.steps_per_epoch):
+            for k in range(self.num_micro):
+                yield epoch, step, k
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch * self.num_micro
+
+
+class StreamDataset(IterableDataset):
+    """One rank's micro-batches of an endless stream: passes over the source, each cut into windows of ``batch_size`` rows.
+
+    Every rank reads the same rows in the same order and keeps its share of each window by the same plan.
+
+    Args:
+        stream: prepared rows; iterated anew for every pass.
+        window_plan: plans a window from its rows' sizes.
+        batch_size: rows of an optimizer step.
+        rank: this data-parallel rank.
+
+    ``skip`` windows, those of the steps done so far, are read and left out.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        window_plan: Callable[[list[dict[str, Any]]], Planner],
+        batch_size: int,
+        rank: int,
+    ) -> None:
+        self.stream = stream
+        self.window_plan = window_plan
+        self.batch_size = batch_size
+        self.rank = rank
+        self.skip = 0
+
+    def windows(self) -> Iterator[list[dict[str, Any]]]:
+        """Windows of rows, pass after pass; a pass's last one may be shorter."""
+        for epoch in range(2**62):
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            window: list[dict[str, Any]] = []
+            empty = True
+            for row in self.stream:
+                empty = False
+                window.append(row)
+                if len(window) == self.batch_size:
+                    yield window
+                    window = []
+            if window:
+                yield window
+            if empty:
+                return
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for step, window in enumerate(self.windows()):
+            if step < self.skip:
+                continue
+            plan = self.window_plan(window).step(0, 0)
+            for k, index in enumerate(plan.micro[self.rank]):
+                yield MicroBatch.from_rows([window[i] for i in index], index, plan.norm, step=step, k=k)
+
+
+class StreamLoader(StepLoader):
+    """Starts the stream at the trainer's optimizer step.
+
+    Args:
+        dataset: the stream.
+        position: optimizer steps done so far.
+        options: as for ``DataLoader``.
+    """
+
+    def __init__(self, dataset: StreamDataset, position: Callable[[], int], **options: Any) -> None:
+        super().__init__(dataset, batch_size=None, **options)
+        self._position = position
+
+    def __iter__(self) -> Any:
+        self.dataset.skip = self._position()
+        return super().__iter__()
+
+
+class EvalDataset(Dataset):
+    """One rank's micro-batches of an evaluation set: every row once, longest first; ranks without a row get an empty one.
+
+    Args:
+        rows: prepared rows.
+        sizes: of every row.
+        micro_batch_size: most rows in one forward.
+        world_size: data-parallel ranks.
+        rank: this one.
+    """
+
+    def __init__(self, rows: Rows, sizes: RowSizes, micro_batch_size: int, world_size: int, rank: int) -> None:
+        self.rows = rows
+        order = np.argsort(-sizes.tokens, kind="stable").tolist()
+        bins = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+        self.items = to_ranks(bins, world_size)[rank]
+        self.norm = Normalisers(
+            tokens=float(sizes.weight.sum()),
+            sequences=float(len(sizes)),
+            unmasked=float((sizes.weight > 0).sum()),
+            micro_batches=float(len(bins)),
+        )
+
+    def __getitem__(self, item: int) -> MicroBatch:
+        index = self.items[item]
+        return MicroBatch.from_rows([self.rows[i] for i in index], index, self.norm, step=item)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class InOrder(DistributedSampler):
+    """Items as they come; the data set has dealt them to ranks already."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__(dataset, num_replicas=1, rank=0, shuffle=False)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def row_sizes(rows: Any) -> RowSizes:
+    """Tokens and trained weight of every row of a prepared Arrow data set, without making Python objects of them."""
+    tokens: list[np.ndarray] = []
+    weight: list[np.ndarray] = []
+    for table in rows.select_columns(["weights"]).with_format("arrow").iter(batch_size=20_000):
+        column = table.column("weights").combine_chunks()
+        lengths = np.diff(column.offsets.to_numpy())
+        sums = np.concatenate([[0.0], np.cumsum(column.flatten().to_numpy(zero_copy_only=False), dtype=np.float64)])
+        ends = np.cumsum(lengths)
+        tokens.append(lengths)
+        weight.append(sums[ends] - sums[ends - lengths])
+    return RowSizes(np.concatenate(tokens).astype(np.int64), np.concatenate(weight))
+
+
+def sizes_of(rows: Sequence[dict[str, Any]]) -> RowSizes:
+    """`RowSizes` of rows in memory."""
+    return RowSizes(
+        np.array([len(r["weights"]) for r in rows], dtype=np.int64), np.array([float(np.sum(r["weights"])) for r in rows])
+    )

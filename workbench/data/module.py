@@ -1,0 +1,295 @@
+"""`DataModule`: from sources to micro-batches."""
+
+import logging
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import lightning as L
+from datasets import Dataset, IterableDataset
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from workbench.data.loader import (
+    EvalDataset,
+    InOrder,
+    StepDataset,
+    StepLoader,
+    StepSampler,
+    StreamDataset,
+    StreamLoader,
+    row_sizes,
+    sizes_of,
+)
+from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
+from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
+from workbench.data.sources import load_source
+from workbench.errors import UserError
+from workbench.strategies.info import backward_divisor, data_parallel
+
+log = logging.getLogger(__name__)
+
+Source = str | dict[str, Any] | list[Any] | Dataset | IterableDataset
+
+
+class DataModule(L.LightningDataModule):
+    """Sources, prepared for the trainer's method and dealt to micro-batches.
+
+    Args:
+        train: training source: a name, a path, a mapping of options, a list of them to mix, or a data set in memory.
+        eval: evaluation source, or a mapping of names to sources.
+        batch_size: rows per optimizer step over all devices.
+        micro_batch_size: most rows in one forward pass on one device; None: a device's whole share of the step.
+        micro_batch_tokens: most tokens in one forward pass, instead of ``micro_batch_size``.
+        eval_micro_batch_size: most rows in one evaluation forward; None: as in training.
+        balance: ``tokens`` evens out micro-batches by length; ``none`` cuts the step's rows in order.
+        shuffle: visit the rows in a new order each epoch.
+        drop_last: leave out an epoch's last step if it is shorter.
+        seed: of the order of rows and of mixing.
+        streaming: read rows as they are needed; wants ``trainer.max_steps``.
+        eval_packing: pack evaluation rows too; None: as in training.
+        num_workers: loader processes.
+        num_proc: processes that prepare rows.
+        cache_dir: where prepared data sets are kept; None: the default cache.
+        prepare: fields of `PrepareSpec`: how rows become tokens and which of them are trained.
+    """
+
+    options_from: ClassVar[type] = PrepareSpec
+
+    def __init__(
+        self,
+        train: Source,
+        *,
+        eval: Source | None = None,
+        batch_size: int = 8,
+        micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
+        eval_micro_batch_size: int | None = None,
+        balance: Balance = "tokens",
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        streaming: bool = False,
+        eval_packing: bool | None = None,
+        num_workers: int = 0,
+        num_proc: int | None = None,
+        cache_dir: str | None = None,
+        **prepare: Any,
+    ) -> None:
+        super().__init__()
+        check_batch_sizes(batch_size, micro_batch_size, micro_batch_tokens, balance)
+        self.train_source = train
+        self.eval_source = eval
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
+        self.eval_micro_batch_size = eval_micro_batch_size
+        self.balance: Balance = balance
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.streaming = streaming
+        self.spec = PrepareSpec(**prepare)
+        self.eval_packing = eval_packing
+        self.num_workers = num_workers
+        self.num_proc = num_proc
+        self.cache_dir = cache_dir
+        self.reports: dict[str, PrepareReport] = {}
+        self.planner: Planner | None = None
+        self.num_micro = 1
+        self.steps_per_epoch: int | None = None
+        self.total_steps: int | None = None
+        self._train: Any = None
+        self._evals: dict[str, Dataset] = {}
+        self._eval_rows: dict[str, Dataset] = {}
+
+    # -- preparation ------------------------------------------------------------------------------------------------
+
+    def sources(self) -> dict[str, Source]:
+        """Evaluation sources by name; a single one is called ``eval``."""
+        if self.eval_source is None:
+            return {}
+        named = isinstance(self.eval_source, dict) and "path" not in self.eval_source
+        return dict(self.eval_source) if named else {"eval": self.eval_source}
+
+    @property
+    def eval_names(self) -> list[str]:
+        """Names of the evaluation sets, in the order of their loaders."""
+        return list(self.sources())
+
+    def prepare_train(self, tokenizer: PreTrainedTokenizerBase, data_types: tuple[str, ...]) -> Any:
+        """The prepared training rows, a ``Dataset`` or, streaming, an ``IterableDataset``."""
+        raw = load_source(self.train_source, split="train", streaming=self.streaming, seed=self.seed)
+        spec = replace(self.spec, data_types=tuple(data_types))
+        rows, self.reports["train"] = prepare(
+            raw, tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name="train"
+        )
+        return rows
+
+    def prepare_eval(self, tokenizer: PreTrainedTokenizerBase, data_types: tuple[str, ...]) -> dict[str, Dataset]:
+        """The prepared rows of each evaluation set."""
+        packing = self.spec.packing if self.eval_packing in (None, True) else None
+        spec = replace(self.spec, data_types=tuple(data_types), packing=packing)
+        prepared = {}
+        for name, source in self.sources().items():
+            raw = load_source(source, split="test", seed=self.seed)
+            self._eval_rows[name] = raw
+            prepared[name], self.reports[name] = prepare(
+                raw, tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name=name
+            )
+        return prepared
+
+    def eval_rows(self, name: str | None = None, limit: int | None = None) -> list[dict[str, Any]]:
+        """Rows of an evaluation set to generate from: ``prompt``, ``reference`` and the row's other columns."""
+        if not self._eval_rows:
+            return []
+        rows = self._eval_rows[name or self.eval_names[0]]
+        return [prompt_and_reference(rows[i]) for i in range(min(len(rows), len(rows) if limit is None else limit))]
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Prepares the data for the trainer's method (rank 0 first, the others read its cache) and plans the steps."""
+        method = self.trainer.lightning_module
+        strategy = self.trainer.strategy
+        if not strategy.is_global_zero:
+            strategy.barrier("prepare")
+        if stage == "fit" and self._train is None:
+            self._train = self.prepare_train(method.tokenizer, method.data_types)
+        if not self._evals:
+            self._evals = self.prepare_eval(method.tokenizer, method.data_types)
+        if strategy.is_global_zero:
+            strategy.barrier("prepare")
+        if stage == "fit":
+            self._plan(self.trainer)
+
+    def _plan(self, trainer: Trainer) -> None:
+        self.total_steps = self._total_steps(trainer, None)
+        if self.streaming:
+            self._plan_stream(trainer)
+        else:
+            sizes = row_sizes(self._train)
+            self.steps_per_epoch = limited(trainer, -(-len(sizes) // self.batch_size))
+            self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
+            self.planner = self._planner(sizes)
+            self.num_micro = self.planner.num_micro
+            self.steps_per_epoch = limited(trainer, self.planner.steps_per_epoch)
+            self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
+        accumulate(trainer, self.num_micro)
+
+    def _plan_stream(self, trainer: Trainer) -> None:
+        if trainer.max_steps is None or trainer.max_steps < 0:
+            raise UserError("data.streaming=true has no known length; set trainer.max_steps to the number of optimizer steps.")
+        if self.micro_batch_tokens is not None:
+            raise UserError("data.micro_batch_tokens needs all lengths beforehand; with data.streaming=true set data.micro_batch_size.")
+        if self.num_workers > 1:
+            raise UserError(f"data.num_workers={self.num_workers}: a stream is read in order by one worker; allowed: 0, 1.")
+        world_size = data_parallel(trainer.strategy).world_size
+        share = self.micro_batch_size or -(-self.batch_size // world_size)
+        self.num_micro = -(-self.batch_size // (world_size * share))
+
+    def _planner(self, sizes: RowSizes, *, shuffle: bool | None = None) -> Planner:
+        strategy = self.trainer.strategy
+        return Planner(
+            sizes,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            micro_batch_tokens=self.micro_batch_tokens,
+            world_size=data_parallel(strategy).world_size,
+            seed=self.seed,
+            shuffle=self.shuffle if shuffle is None else shuffle,
+            drop_last=self.drop_last,
+            balance=self.balance,
+            total_steps=self.total_steps,
+            extra_scale=lambda num_micro: backward_divisor(strategy, num_micro),
+        )
+
+    def _total_steps(self, trainer: Trainer, steps_per_epoch: int | None) -> int | None:
+        """Optimizer steps of the whole run, or None if nothing bounds it."""
+        bounds = [trainer.max_steps] if trainer.max_steps and trainer.max_steps > 0 else []
+        if trainer.max_epochs and trainer.max_epochs > 0 and steps_per_epoch is not None:
+            bounds.append(trainer.max_epochs * steps_per_epoch)
+        return min(bounds) if bounds else None
+
+    def train_dataloader(self) -> DataLoader:
+        """Micro-batches of this rank from the trainer's optimizer step on."""
+        rank = data_parallel(self.trainer.strategy).rank
+        options = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        if self.streaming:
+            stream = StreamDataset(
+                self._train, lambda window: self._planner(sizes_of(window), shuffle=False), self.batch_size, rank
+            )
+            return StreamLoader(stream, lambda: self.trainer.global_step, num_workers=self.num_workers)
+        dataset = StepDataset(self._train, self.planner, rank)
+        sampler = StepSampler(dataset, lambda: self.trainer.global_step, self.steps_per_epoch)
+        return StepLoader(dataset, batch_size=None, sampler=sampler, **options)
+
+    def val_dataloader(self) -> list[DataLoader]:
+        """One loader per evaluation set."""
+        world_size, rank = data_parallel(self.trainer.strategy)
+        rows = self.eval_micro_batch_size or self.micro_batch_size or min(self.batch_size, 64)
+        loaders = []
+        for prepared in self._evals.values():
+            dataset = EvalDataset(prepared, row_sizes(prepared), rows, world_size, rank)
+            loaders.append(StepLoader(dataset, batch_size=None, sampler=InOrder(dataset), num_workers=self.num_workers))
+        return loaders
+
+    # -- resuming ---------------------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What a position in steps refers to; kept in checkpoints."""
+        rows = None if self.planner is None else len(self.planner.sizes)
+        return {"batch_size": self.batch_size, "rows": rows, "shuffle": self.shuffle, "seed": self.seed}
+
+    def check_identity(self, saved: dict[str, Any]) -> None:
+        """Raises `UserError` if a checkpoint's position means other rows here."""
+        for name, value in self.identity().items():
+            if name in saved and saved[name] != value:
+                raise UserError(
+                    f"the checkpoint was written with data {name}={saved[name]}, this run has {name}={value}, so its position means "
+                    "other rows; resume with the same data settings, or start a new run from its weights (model.name=<run>/model)."
+                )
+
+
+def limited(trainer: Trainer, steps: int) -> int:
+    """Steps per epoch under ``limit_train_batches``, which here counts optimizer steps (or is a share of the epoch)."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(steps, limit // getattr(trainer, "_batches_per_step", 1))
+    return int(steps * limit)
+
+
+def accumulate(trainer: Trainer, num_micro: int) -> None:
+    """Tells Lightning to step after every ``num_micro`` micro-batches, and turns its counts of batches into ours of steps.
+
+    Raises:
+        UserError: the user set ``accumulate_grad_batches`` to something else.
+    """
+    before = getattr(trainer, "_batches_per_step", 1)
+    if trainer.accumulate_grad_batches not in (1, before, num_micro):
+        raise UserError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} is derived here (data.batch_size over "
+            f"data.micro_batch_size and processes gives {num_micro}); leave it out and set data.micro_batch_size."
+        )
+    trainer.accumulate_grad_batches = num_micro
+    for name in ("val_check_interval", "limit_train_batches"):
+        value = getattr(trainer, name)
+        if isinstance(value, int):
+            setattr(trainer, name, value // before * num_micro)
+    trainer._batches_per_step = num_micro
+
+
+def prompt_and_reference(row: dict[str, Any]) -> dict[str, Any]:
+    """Splits a row of any type into what to generate from and what was expected (``reference``)."""
+    others = {k: v for k, v in row.items() if k not in ("prompt", "completion", "chosen", "rejected", "messages", "text")}
+    if "messages" in row:
+        messages = list(row["messages"])
+        last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=len(messages))
+        reference = messages[last]["content"] if last < len(messages) else None
+        return {"prompt": messages[:last], "reference": reference, **others}
+    if "text" in row:
+        return {"prompt": row["text"], "reference": None, **others}
+    reference = row.get("completion", row.get("chosen"))
+    if isinstance(reference, list):
+        reference = reference[-1]["content"] if reference else None
+    return {"prompt": row["prompt"], "reference": reference, **others}

@@ -1,0 +1,261 @@
+"""`Method`: what every training method shares, so that each one is little more than its loss."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from workbench.data.batch import MicroBatch
+from workbench.errors import UserError
+from workbench.losses.reduce import Scope
+from workbench.methods import checkpoint as ckpt
+from workbench.methods.evaluation import ComputeMetrics, Evaluation
+from workbench.methods.generate import generate_texts
+from workbench.methods.metrics import Meter
+from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_scheduler, parameter_groups
+from workbench.methods.resume import KEY, rewrite_position
+from workbench.models.layouts import Layout
+from workbench.models.load import ModelSpec, load_model, load_tokenizer, resize_embeddings
+from workbench.models.peft import PeftSpec, apply_peft
+from workbench.models.policy import Policy, disable_dropout, set_gradient_checkpointing, shard
+from workbench.models.probe import check_head, check_layout
+from workbench.models.save import save_pretrained
+from workbench.strategies.info import data_parallel_group, data_parallel_mesh, is_deepspeed
+
+
+class Method(L.LightningModule):
+    """Base of all methods: the model's life, the optimizer, metrics per optimizer step, evaluation, checkpoints.
+
+    A subclass names the data it takes and defines `training_step` and `evaluation_step`.
+
+    Args:
+        model: hub name, path, `ModelSpec`, or a model that is already built.
+        tokenizer: for a model handed in as an object; otherwise the model's own.
+        peft: adapter to train instead of the whole model.
+        optim: called with parameter groups, returns the optimizer; None: AdamW at its defaults.
+        scheduler: called with the optimizer (and ``num_training_steps``); None: constant.
+        gradient_checkpointing: recompute activations in the backward pass; ``selective`` keeps attention outputs.
+        disable_dropout: set every dropout probability to 0; without it a run depends on how it was executed.
+        layout: ``padded`` rows, or ``packed`` into one row without padding.
+        pad_to_multiple_of: round row lengths up to a multiple.
+        scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
+        compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
+        seed: of the weights that are made here (adapters, heads).
+    """
+
+    data_types: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        model: str | ModelSpec | PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        peft: PeftSpec | None = None,
+        optim: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        gradient_checkpointing: bool | Literal["selective"] = False,
+        disable_dropout: bool = True,
+        layout: Layout = "padded",
+        pad_to_multiple_of: int | None = None,
+        scope: Scope = "step",
+        compute_metrics: ComputeMetrics | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model_spec = ModelSpec(model) if isinstance(model, str) else model
+        self.peft_spec = peft
+        self.optim = optim or adamw
+        self.scheduler = scheduler
+        self.gradient_checkpointing = gradient_checkpointing
+        self.disable_dropout = disable_dropout
+        self.layout = layout
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.scope: Scope = scope
+        self.compute_metrics = compute_metrics
+        self.seed = seed
+        self.policy: Policy | None = None
+        self.step_metrics: dict[str, float] = {}
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._meter = Meter()
+        self._evaluations: list[Evaluation] = []
+        self._closing = False
+        self._last_time: float | None = None
+        if disable_dropout and getattr(peft, "dropout", 0.0):
+            raise UserError(
+                f"peft.dropout={peft.dropout} has no effect with method.disable_dropout=true; set one of peft.dropout=0 and "
+                "method.disable_dropout=false."
+            )
+
+    # -- model ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.model_spec)
+        return self._tokenizer
+
+    def configure_model(self) -> None:
+        """Builds the model, adapts it, and shards it where the strategy does that."""
+        if self.policy is not None:
+            return
+        self.policy = self.build_policy()
+        mesh = data_parallel_mesh(self.trainer.strategy) if self._trainer is not None else None
+        if mesh is not None:
+            shard(self.policy, mesh, **getattr(self.trainer.strategy, "fsdp_kwargs", {}))
+
+    def build_policy(self) -> Policy:
+        """The policy in training mode, on the CPU, not sharded."""
+        model = load_model(self.model_spec)
+        resize_embeddings(model, self.tokenizer)
+        check_head(model)
+        check_layout(model, self.layout)
+        hf = model if self.peft_spec is None else apply_peft(model, self.peft_spec, seed=self.seed)
+        if self.disable_dropout:
+            disable_dropout(hf)
+        set_gradient_checkpointing(model, self.gradient_checkpointing)
+        parameter_groups(hf)  # Fails here, before any data is prepared, when nothing is trainable.
+        policy = Policy(hf, layout=self.layout, pad_to_multiple_of=self.pad_to_multiple_of)
+        return policy.train()
+
+    def configure_optimizers(self) -> dict[str, Any] | Optimizer:
+        """The optimizer over trained parameters, and the schedule per optimizer step."""
+        optimizer = self.optim(parameter_groups(self))
+        if self.scheduler is None:
+            return optimizer
+        scheduler = build_scheduler(self.scheduler, optimizer, self.trainer.datamodule.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
+        """Notes whether this micro-batch closes the step."""
+        self._closing = batch.closes_step
+        self._last_time = self._last_time or time.perf_counter()
+
+    def record(self, name: str, values: Tensor, weights: Tensor) -> None:
+        """Adds a per-token or per-row metric of this micro-batch: the mean of ``values`` under ``weights``, over the step, or over
+        micro-batches' means with ``scope="micro_batch"``."""
+        total = torch.where(weights == 0, 0.0, values.detach().float() * weights).sum()
+        count = weights.sum()
+        if self.scope == "micro_batch":
+            total, count = total / count.clamp(min=1e-30), (count > 0).float()
+        self._meter.add(name, total, count)
+
+    def record_step(self, loss: Tensor, batch: MicroBatch) -> None:
+        """Adds a micro-batch's share of the step's loss, and its tokens."""
+        self._meter.add("loss", loss.detach() / batch.norm.scale, None)
+        self._meter.add("num_tokens", batch.num_tokens, None)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Finishes the step's metrics; the gradient norm is that before clipping."""
+        if self._closing and not is_deepspeed(self.trainer.strategy):
+            self._finish_step(ckpt.total_norm(self).item())
+
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
+        """DeepSpeed alone knows the norm only after its step."""
+        if self._closing and is_deepspeed(self.trainer.strategy):
+            norm = self.trainer.strategy.deepspeed_engine.get_global_grad_norm()
+            self._finish_step(float(norm) if norm is not None else float("nan"), done=1)
+
+    def _finish_step(self, grad_norm: float, *, done: int = 0) -> None:
+        metrics = self._meter.compute(self.device, data_parallel_group(self.trainer.strategy))
+        now = time.perf_counter()
+        tokens = metrics.pop("num_tokens", 0.0)
+        self.num_tokens += int(tokens)
+        metrics |= {
+            "grad_norm": grad_norm,
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "num_tokens": float(self.num_tokens),
+            "tokens_per_second": tokens / max(now - self._last_time, 1e-9),
+        }
+        self._last_time = now
+        self._check_finite(metrics)
+        self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
+        step = float(self.trainer.global_step + 1 - done)
+        self.log_dict({**self.step_metrics, "step": step}, on_step=True, on_epoch=False, batch_size=1)
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        bad = [name for name in ("loss", "grad_norm") if metrics.get(name, 0.0) - metrics.get(name, 0.0) != 0.0]
+        if bad and not scaled and not is_deepspeed(self.trainer.strategy):
+            raise UserError(
+                f"{' and '.join(bad)} is not finite at step {self.trainer.global_step + 1}; the weights are still those of the step "
+                "before. Lower optim.lr, set trainer.gradient_clip_val, or check the data with 'workbench inspect'."
+            )
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, batch: MicroBatch, evaluation: Evaluation) -> None:
+        """Adds one micro-batch of an evaluation set to ``evaluation``."""
+        raise NotImplementedError
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts an `Evaluation` per evaluation set."""
+        self._evaluations = [Evaluation(self.compute_metrics) for _ in self.trainer.datamodule.eval_names]
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """One micro-batch of one evaluation set."""
+        self.evaluation_step(batch, self._evaluations[dataloader_idx])
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs each set's metrics as ``val/<metric>`` or, with several sets, ``val/<set>/<metric>``."""
+        names = self.trainer.datamodule.eval_names
+        for name, evaluation in zip(names, self._evaluations, strict=True):
+            prefix = f"val/{name}/" if len(names) > 1 else "val/"
+            metrics = evaluation.compute(self.device, self.trainer.strategy)
+            metrics = {prefix + key: value for key, value in metrics.items()}
+            self.log_dict({**metrics, "step": float(self.trainer.global_step)}, on_epoch=True, batch_size=1)
+        self._last_time = None
+
+    def generate(self, prompts: Sequence[str | list[dict[str, Any]]], **options: Any) -> list[str]:
+        """Continues prompts (texts or conversations) with the current weights; see `generate_texts`."""
+        return generate_texts(self.policy, self.tokenizer, prompts, **options)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def strict_loading(self) -> bool:
+        """False where the checkpoint leaves out frozen weights; `on_load_checkpoint` is strict about the others."""
+        return not ckpt.has_frozen(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps trained weights only, names optimizer states by parameter, and notes what the position refers to."""
+        if checkpoint.get("state_dict"):
+            checkpoint["state_dict"] = ckpt.keep_trained(checkpoint["state_dict"], self)
+        checkpoint["optimizer_states"] = [
+            s if not s or ckpt.is_named(s) else ckpt.ids_to_names(s, self) for s in checkpoint.get("optimizer_states", [])
+        ]
+        checkpoint[KEY] = {"num_tokens": self.num_tokens, "data": self.trainer.datamodule.identity()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Checks a checkpoint against this run and moves its position to this run's micro-batches."""
+        if "state_dict" in checkpoint:
+            ckpt.check_trained(checkpoint["state_dict"], self)
+        if checkpoint.get("optimizer_states") and data_parallel_mesh(self.trainer.strategy) is None:
+            checkpoint["optimizer_states"] = [ckpt.names_to_ids(s, self) for s in checkpoint["optimizer_states"]]
+        saved = checkpoint.get(KEY, {})
+        self.num_tokens = saved.get("num_tokens", 0)
+        if self.trainer.state.fn == "fit":
+            data = self.trainer.datamodule
+            data.check_identity(saved.get("data", {}))
+            rewrite_position(checkpoint, data.steps_per_epoch, data.num_micro)
+
+    def save_pretrained(self, directory: str | Path, **options: Any) -> None:
+        """Writes a directory that ``from_pretrained`` of transformers (or peft, for an adapter) loads; every rank must call it."""
+        state_dict = None
+        if self._trainer is not None and data_parallel_mesh(self.trainer.strategy) is not None:
+            state_dict = self.trainer.strategy.gather_policy(self.policy)
+        if self._trainer is None or self.trainer.is_global_zero:
+            save_pretrained(self.policy.hf, self.tokenizer, directory, state_dict=state_dict, **options)
+        if self._trainer is not None:
+            self.trainer.strategy.barrier("save_pretrained")
+
+

@@ -1,0 +1,76 @@
+"""Evaluation over a whole set: sums and counts, and predictions for metrics of the user's own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from workbench.data.batch import MicroBatch
+from workbench.errors import UserError
+from workbench.methods.metrics import Meter
+from workbench.strategies.info import data_parallel_group, gather
+
+
+@dataclass
+class EvalPredictions:
+    """An evaluation set as the model sees it, one entry per row, in the order of the set.
+
+    Args:
+        rows: positions in the evaluation set.
+        predictions: most likely token ids at the trained positions.
+        labels: the tokens that stand there.
+        logps: the labels' log-probabilities, nats.
+    """
+
+    rows: list[int]
+    predictions: list[np.ndarray]
+    labels: list[np.ndarray]
+    logps: list[np.ndarray]
+
+
+ComputeMetrics = Callable[[EvalPredictions], dict[str, float]]
+
+
+class Evaluation:
+    """One pass over one evaluation set.
+
+    Args:
+        compute_metrics: gets the whole set's `EvalPredictions` at the end.
+    """
+
+    def __init__(self, compute_metrics: ComputeMetrics | None = None) -> None:
+        self.meter = Meter()
+        self.compute_metrics = compute_metrics
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def add(self, name: str, values: Tensor, weights: Tensor) -> None:
+        """Adds to the mean of ``values`` under ``weights``."""
+        self.meter.add(name, torch.where(weights == 0, 0.0, values.float() * weights).sum(), weights.sum())
+
+    def add_predictions(self, batch: MicroBatch, top1: Tensor, logps: Tensor) -> None:
+        """Keeps the predictions at trained positions, if a metric wants them."""
+        if self.compute_metrics is None or batch.is_empty:
+            return
+        index = batch.trained
+        rows = batch.row[batch.segment[index]].cpu().numpy()
+        columns = [t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for t in (top1, batch.tokens[index], logps)]
+        for row in np.unique(rows):
+            self._rows[int(row)] = tuple(c[rows == row] for c in columns)
+
+    def compute(self, device: torch.device, strategy: Strategy) -> dict[str, float]:
+        """All metrics over all ranks, the same on each."""
+        metrics = self.meter.compute(device, data_parallel_group(strategy))
+        if self.compute_metrics is None:
+            return metrics
+        rows: dict[int, tuple[np.ndarray, ...]] = {}
+        for part in gather(self._rows, strategy):
+            rows |= part
+        order = sorted(rows)
+        predictions, labels, logps = ([rows[r][i] for r in order] for i in range(3))
+        own = self.compute_metrics(EvalPredictions(order, predictions, labels, logps))
+        if not isinstance(own, dict):
+            raise UserError(f"compute_metrics must return a dict of numbers, not {type(own).__name__}.")
+        return metrics | {name: float(value) for name, value in own.items()}

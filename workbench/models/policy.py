@@ -1,0 +1,219 @@
+"""`Policy`: the one module through which anything computes."""
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from workbench.data.batch import MicroBatch
+from workbench.errors import UserError
+from workbench.models.layouts import Layout, ModelInputs, to_inputs
+from workbench.models.logps import Head, token_logps
+
+log = logging.getLogger(__name__)
+
+# What a selective checkpoint keeps: the outputs of attention, the dearest thing to recompute per byte (arXiv:2205.05198).
+ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_attention_math.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+
+
+@dataclass
+class PolicyOutput:
+    """What was asked of a forward pass, trained positions only, in the order of ``batch.trained``.
+
+    Args:
+        logps: log-probabilities ``[T]``, nats.
+        entropy: ``[T]``, nats, no gradient.
+        top1: most likely token ids ``[T]``.
+        hidden: hidden states that predict the trained tokens ``[T, H]``.
+        aux_loss: load-balancing loss of a mixture of experts, a scalar over this micro-batch.
+    """
+
+    logps: Tensor | None = None
+    entropy: Tensor | None = None
+    top1: Tensor | None = None
+    hidden: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class Policy(nn.Module):
+    """A causal language model behind one ``forward(batch, want)``.
+
+    Under FSDP2 this module is the root of the sharding, so that backbone and head are gathered together.
+
+    Args:
+        hf: the model, plain or wrapped by PEFT.
+        layout: how a micro-batch is laid out.
+        pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
+    """
+
+    def __init__(self, hf: nn.Module, *, layout: Layout = "padded", pad_to_multiple_of: int | None = None) -> None:
+        super().__init__()
+        self.hf = hf
+        self.layout = layout
+        self.pad_to_multiple_of = pad_to_multiple_of
+        _check_supported(hf, self.causal_lm)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model itself, under any adapter."""
+        return self.hf.get_base_model() if hasattr(self.hf, "get_base_model") else self.hf
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.causal_lm.config
+
+    def forward(
+        self, batch: MicroBatch, want: Collection[str] = ("logps",), *, temperature: float = 1.0
+    ) -> PolicyOutput:
+        """Runs the micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            want: any of ``logps``, ``entropy``, ``top1``, ``hidden``, ``aux_loss``.
+            temperature: divides the logits.
+        """
+        inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
+        hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
+        trained = batch.trained
+        # An empty micro-batch still runs the head, on one position with no weight.
+        targets, at = (trained, batch.predictors()) if len(trained) else (trained.new_ones(1), trained.new_zeros(1))
+        hidden = hidden.flatten(0, 1)[inputs.index[at]]
+        out = PolicyOutput(hidden=hidden if "hidden" in want else None)
+        stats = token_logps(hidden, Head.of(self.causal_lm), batch.tokens[targets], temperature=temperature, want=want)
+        out.logps, out.entropy, out.top1 = stats.logps, stats.entropy, stats.top1
+        if "aux_loss" in want:
+            out.aux_loss = self._aux_loss(router_logits, inputs.attention_mask)
+        return out
+
+    def weights_of(self, batch: MicroBatch) -> Tensor:
+        """Weights that belong to the outputs of `forward` ``[T]``; one zero where nothing is trained."""
+        weights = batch.weights[batch.trained]
+        return weights if len(weights) else batch.weights.new_zeros(1)
+
+    def _backbone(self, inputs: ModelInputs, *, with_router: bool) -> tuple[Tensor, Any]:
+        kwargs = {"output_router_logits": True} if with_router else {}
+        out = self.causal_lm.base_model(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **kwargs,
+        )
+        return out.last_hidden_state, getattr(out, "router_logits", None)
+
+    def _aux_loss(self, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
+        """The family's own load-balancing loss (Switch Transformer, arXiv:2101.03961, eqs. 4-6)."""
+        model = self.causal_lm
+        loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        if loss is None or router_logits is None:
+            raise UserError(
+                f"router_aux_loss_coef: {type(model).__name__} has no router to balance; set method.router_aux_loss_coef=null."
+            )
+        return loss(router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        """``generate`` of transformers, in eval mode and with the cache on, whatever state training is in.
+
+        Args:
+            input_ids: prompts, padded on the left, ``[B, L]``.
+            attention_mask: ``[B, L]``.
+            kwargs: as in ``GenerationConfig``.
+
+        Returns:
+            New tokens alone ``[B, n]``.
+        """
+        with evaluating(self):
+            out = self.hf.generate(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **kwargs)
+        return out[:, input_ids.shape[1] :]
+
+
+def _check_supported(hf: nn.Module, model: PreTrainedModel) -> None:
+    if getattr(hf, "active_peft_config", None) is not None and hf.active_peft_config.is_prompt_learning:
+        raise UserError(
+            f"peft type {hf.active_peft_config.peft_type.value} adds virtual tokens, which the masks do not know; "
+            "use an adapter that changes weights (LoRA, DoRA, IA3, ...)."
+        )
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{type(model).__name__} is an encoder-decoder model; a causal language model is needed.")
+    Head.of(model)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode restored after."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability to 0, modules and the numbers that attention functions read alike."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def set_gradient_checkpointing(model: PreTrainedModel, mode: bool | Literal["selective"]) -> None:
+    """Turns activation checkpointing on.
+
+    Args:
+        model: the model.
+        mode: True recomputes whole layers; ``selective`` keeps the attention outputs.
+    """
+    if not mode:
+        return
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"{type(model).__name__} does not support gradient checkpointing; set method.gradient_checkpointing=false.")
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(policy: Policy, mesh: DeviceMesh, *, extra_entry_points: Sequence[str] = ("generate",), **fsdp: Any) -> None:
+    """FSDP2: shards each layer, then the rest together at `Policy`.
+
+    Args:
+        policy: the policy, not yet sharded.
+        mesh: one-dimensional data-parallel mesh.
+        extra_entry_points: methods besides ``forward`` that gather the root's parameters.
+        fsdp: further arguments of ``fully_shard``.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    blocks = set(policy.causal_lm._no_split_modules or ())
+    for module in policy.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, **fsdp)
+    fully_shard(policy, mesh=mesh, **fsdp)
+    for name in extra_entry_points:
+        register_fsdp_forward_method(policy, name)

@@ -1,0 +1,80 @@
+"""Checks that a model computes what we take it to compute, on a handful of tokens, before it is trained."""
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from workbench.data.batch import MicroBatch, Role
+from workbench.errors import UserError
+from workbench.losses.reduce import Normalisers
+from workbench.models.layouts import Layout
+from workbench.models.logps import Head
+from workbench.models.policy import Policy, evaluating
+
+log = logging.getLogger(__name__)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Largest mean difference in nats that rounding explains; a wrong mask or head is off by far more on random tokens."""
+    return 1e-3 if dtype == torch.float32 else 0.1
+
+
+def _documents(vocab_size: int) -> MicroBatch:
+    """Two unequal documents of random tokens, all trained."""
+    rng = np.random.default_rng(0)
+    lengths = (7, 12)
+    rows = [
+        {
+            "input_ids": rng.integers(0, vocab_size, n),
+            "weights": np.ones(n, dtype=np.float32),
+            "lengths": [n],
+            "parents": [-1],
+            "roles": [int(Role.TEXT)],
+        }
+        for n in lengths
+    ]
+    return MicroBatch.from_rows(rows, range(len(rows)), Normalisers(17.0, 2.0, 2.0, 1.0))
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Compares the model's own logits with those formed from its hidden states and head.
+
+    Raises:
+        UserError: they differ, so the model does something to its logits that `Head` does not know.
+    """
+    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    with evaluating(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        actual = Head.of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    difference = (expected.log_softmax(-1) - actual.log_softmax(-1)).abs().mean().item()
+    if not difference <= _tolerance(model.dtype):
+        raise UserError(
+            f"{type(model).__name__} changes its logits in a way that is not known here (mean difference {difference:.3g} nats); "
+            "this model family is not supported."
+        )
+
+
+@torch.no_grad()
+def layout_difference(model: PreTrainedModel, layout: Layout) -> float:
+    """Mean difference in nats between the log-probabilities under ``layout`` and ``padded``."""
+    batch = _documents(model.config.get_text_config().vocab_size).to(model.device)
+    with evaluating(model):
+        logps: list[Tensor] = [Policy(model, layout=name)(batch).logps for name in ("padded", layout)]
+    return (logps[0] - logps[1]).abs().mean().item()
+
+
+def check_layout(model: PreTrainedModel, layout: Layout) -> None:
+    """Raises `UserError` if the model sees across documents, or loses track of positions, in ``layout``."""
+    if layout == "padded":
+        return
+    difference = layout_difference(model, layout)
+    if not difference <= _tolerance(model.dtype):
+        raise UserError(
+            f"method.layout={layout}: {type(model).__name__} does not keep packed documents apart (log-probabilities differ by "
+            f"{difference:.3g} nats); set method.layout=padded."
+        )
+    log.info("layout %s: log-probabilities equal the padded ones to %.1e", layout, difference)
