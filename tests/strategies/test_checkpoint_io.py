@@ -78,7 +78,7 @@ def test_a_really_full_disk(tmp_path):
         pytest.skip("mounting a small disk is not permitted here")
     try:
         _write(disk, 1)
-        with pytest.raises(UserError, match="No space left on device, it needs about 400,000 bytes") as error:
+        with pytest.raises(UserError, match="No space left on device; it needs about 400,000 bytes") as error:
             _write(disk, 2, size=100_000)
         assert "step-000001.ckpt" in _one_line(error)
         assert os.listdir(disk) == ["step-000001.ckpt"]

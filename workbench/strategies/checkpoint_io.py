@@ -153,8 +153,8 @@ def _write_error(checkpoint: dict[str, Any], path: Path, error: OSError) -> str:
     needed = sum(t.numel() * t.element_size() for t in tree_leaves(checkpoint) if isinstance(t, torch.Tensor))
     free = shutil.disk_usage(path.parent).free
     return (
-        f"cannot write checkpoint {path}: {error.strerror}, it needs about {needed:,} bytes and {free:,} are free{kept}."
-        " Free some space or keep fewer checkpoints, then resume."
+        f"cannot write checkpoint {path}: {error.strerror}; it needs about {needed:,} bytes, {free:,} are free{kept}. "
+        "Free some space or keep fewer checkpoints, then resume."
     )
 
 
