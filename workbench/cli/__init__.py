@@ -1,0 +1,70 @@
+"""The command line: ``workbench <command> [options] [overrides]``.
+
+This module and `help` import nothing heavy, so that ``workbench --help`` answers at once.
+"""
+
+import sys
+
+COMMANDS = {
+    "train": "train a model (add -m to sweep over comma-separated values)",
+    "inspect": "show what a configuration would train on: tokens, masks, lengths, steps, memory",
+    "evaluate": "measure a model or a finished run on the evaluation data",
+    "generate": "write completions with a model or a finished run, or chat with it",
+    "env": "versions, devices and folders on one screen",
+}
+USAGE = 2  # exit code of a mistake in what was asked for
+INTERRUPTED = 130  # exit code of a run stopped by Ctrl-C or SIGTERM
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code; ``argv`` defaults to what was typed."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    from workbench.errors import UserError
+
+    try:
+        return _dispatch(argv)
+    except UserError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:  # the reader of our output has gone (| head)
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("workbench: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _dispatch(argv: list[str]) -> int:
+    import importlib
+
+    from workbench.cli import help as pages
+
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(pages.overview())
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        from workbench import __version__
+
+        print(f"workbench {__version__}")
+        return 0
+    command, *rest = argv
+    _check_command(command)
+    if any(flag in rest for flag in ("-h", "--help")):
+        print(pages.command(command, rest))
+        return 0
+    if command == "env":
+        return importlib.import_module("workbench.cli.env").main(rest) or 0
+    from workbench.cli.app import run_command
+
+    return run_command(command, rest)
+
+
+def _check_command(command: str) -> None:
+    from workbench.errors import UserError, nearest
+
+    if command in COMMANDS:
+        return
+    hint = nearest(command, COMMANDS)
+    if not hint and "=" in command:
+        hint = f" Overrides follow a command: workbench train {command}."
+    raise UserError(f"{command!r} is not a command.{hint} Commands: {', '.join(COMMANDS)}.")

@@ -1,0 +1,359 @@
+"""`train`: from a configuration to a trained model. The command line and notebooks call the same function."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from workbench.cli import check as checker
+from workbench.cli import notebook, resume, rundir
+from workbench.errors import UserError
+
+if TYPE_CHECKING:
+    import lightning as L
+    import matplotlib.figure
+    import pandas as pd
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+RESULT_FILE = "result.json"
+MODEL_FOLDER = "model"
+# Groups that become arguments of the method.
+METHOD_GROUPS = ("model", "peft", "optim", "scheduler")
+
+
+@dataclasses.dataclass
+class Run:
+    """A finished or interrupted training run.
+
+    Args:
+        dir: its folder: config.yaml, checkpoints, metrics.csv, model.
+        config: what ran.
+        metrics: the last value of every logged metric, and steps and seconds.
+        interrupted: stopped by a signal before its end, with a checkpoint to go on from.
+        method: the trained module; None if another process trained it.
+        trainer: its trainer; None likewise.
+    """
+
+    dir: pathlib.Path
+    config: DictConfig
+    metrics: dict[str, float]
+    interrupted: bool = False
+    method: "L.LightningModule | None" = None
+    trainer: "L.Trainer | None" = None
+
+    @property
+    def history(self) -> "pd.DataFrame":
+        """Logged metrics, one row per optimizer step, one column per metric."""
+        from workbench.loggers.csv import read_history
+
+        return read_history(self.dir)
+
+    @property
+    def model(self) -> "PreTrainedModel":
+        """The trained transformers model; read from the run's folder if another process trained it."""
+        if self.method is not None and self.method.policy is not None:
+            return self.method.policy.hf
+        from workbench.models.load import load_model
+
+        return load_model(str(self.dir / MODEL_FOLDER))
+
+    def generate(self, prompts: str | Sequence[Any], **options: Any) -> list[str]:
+        """Answers texts or conversations with the trained model; see `workbench.methods.generate.generate_texts`."""
+        if self.method is None:
+            raise UserError(f"another process trained this model: workbench generate run={self.dir}")
+        return self.method.generate([prompts] if isinstance(prompts, str) else prompts, **options)
+
+    def plot(self, *metrics: str) -> "matplotlib.figure.Figure":
+        """Curves of the named metrics over optimizer steps; of the main ones by default."""
+        return plot_history(self.history, metrics)
+
+    def __repr__(self) -> str:
+        state = "interrupted" if self.interrupted else "finished"
+        shown = {k: round(v, 4) for k, v in self.metrics.items() if k.startswith("val/") or k in ("train/loss", "steps")}
+        return f"Run({str(self.dir)!r}, {state}, {shown})"
+
+
+def plot_history(history: "pd.DataFrame", metrics: Sequence[str] = ()) -> "matplotlib.figure.Figure":
+    """One panel per metric; ``train/x`` and ``val/x`` share one."""
+    from matplotlib.figure import Figure
+
+    names = list(metrics) or [c for c in ("train/loss", "val/loss", "train/mean_token_accuracy", "train/grad_norm") if c in history]
+    unknown = [n for n in names if n not in history]
+    if unknown:
+        raise UserError(f"{unknown[0]} was not logged. Logged: {', '.join(c for c in history if c != 'step')}.")
+    panels: dict[str, list[str]] = {}
+    for name in names:
+        panels.setdefault(name.partition("/")[2] or name, []).append(name)
+    figure = Figure(figsize=(4 * max(1, len(panels)), 3), layout="constrained")
+    axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+    for axis, (title, columns) in zip(axes, panels.items(), strict=False):
+        for column in columns:
+            points = history[["step", column]].dropna()
+            axis.plot(points["step"], points[column], marker="o" if len(points) < 20 else "", label=column)
+        axis.set(title=title, xlabel="step")
+        if len(columns) > 1:
+            axis.legend()
+    return figure
+
+
+def train(*config: DictConfig | str, **objects: Any) -> Run:
+    """Trains what a configuration describes.
+
+    Args:
+        config: one composed configuration, or overrides as on the command line (``"model=hf"``, ``"optim.lr=1e-5"``).
+        objects: built parts that replace the configured ones: ``model`` (a transformers model), ``tokenizer``, ``data`` (a
+            `DataModule`, or a data set for its ``train``), ``eval`` (a data set), ``callbacks`` (a list, added), ``logger``
+            (a list, instead), and any argument of the method, such as ``compute_metrics``.
+
+    Raises:
+        UserError: for a mistake in the configuration or the data, in one line.
+    """
+    cfg, overrides = _as_config(config)
+    return train_config(cfg, overrides, **objects)
+
+
+def train_config(cfg: DictConfig, overrides: Sequence[str] | None = None, **objects: Any) -> Run:
+    """`train` with a configuration that has been checked; ``overrides`` are what a later ``resume=`` starts from."""
+    if notebook.needs_processes(cfg):
+        return notebook.train_in_processes(cfg, objects)
+    folder = _prepare_folder(cfg, overrides)
+    checkpoint = resume.find_checkpoint(cfg, folder)
+    with rundir.published(folder, checkpoint):
+        return _train_here(cfg, folder, checkpoint, objects)
+
+
+def _as_config(config: Sequence[DictConfig | str]) -> tuple[DictConfig, list[str] | None]:
+    """The configuration, and the overrides that made it where they say it all."""
+    if len(config) == 1 and not isinstance(config[0], str):
+        cfg, overrides = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(config[0]))), None
+    else:
+        from workbench.cli.config import load
+
+        if not all(isinstance(c, str) for c in config):
+            raise UserError("train takes one configuration (from workbench.compose), or overrides as texts, not both.")
+        composed = load(resume.replay(config))
+        cfg, overrides = composed.cfg, composed.overrides
+    checker.check(cfg)
+    return cfg, overrides
+
+
+def _prepare_folder(cfg: DictConfig, overrides: Sequence[str] | None) -> pathlib.Path:
+    folder = resume.folder_to_continue(cfg) or rundir.run_dir(cfg)
+    cfg.paths.run_dir = str(folder)
+    if rundir.is_first():
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(cfg, folder / CONFIG_FILE, resolve=True)
+        if overrides is not None:
+            resume.save_overrides(folder, overrides)
+    return folder
+
+
+def read(folder: pathlib.Path, cfg: DictConfig | None = None) -> Run:
+    """The result of a run that another process did, from its folder."""
+    file = folder / RESULT_FILE
+    if not file.is_file():
+        raise UserError(f"{folder} holds no finished run ({RESULT_FILE} is missing).")
+    result = json.loads(file.read_text())
+    cfg = OmegaConf.load(folder / CONFIG_FILE) if cfg is None else cfg
+    return Run(folder, cfg, result["metrics"], result["interrupted"])
+
+
+def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, objects: dict[str, Any]) -> Run:
+    started = time.perf_counter()
+    checker.check_targets(cfg)
+    parts = build(cfg, **objects)
+    first = rundir.is_first()
+    if first:
+        _announce(cfg, folder, checkpoint)
+    with _children_end_with_us(parts.trainer):
+        parts.trainer.fit(parts.method, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True)
+    run = Run(folder, cfg, final_metrics(parts.trainer), is_interrupted(parts.trainer), parts.method, parts.trainer)
+    run.metrics |= {"steps": parts.trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
+    if not run.interrupted and cfg.save_model:
+        _save_model(run)
+    if first:
+        result = {"interrupted": run.interrupted, "metrics": run.metrics}
+        (folder / RESULT_FILE).write_text(json.dumps(result, indent=1))
+        print(report(run), flush=True)
+    return run
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a configuration builds."""
+
+    method: Any
+    data: Any
+    trainer: Any
+
+
+def build(cfg: DictConfig, **objects: Any) -> Parts:
+    """Builds method, data and trainer; opens no weights (the method does that when training starts)."""
+    import lightning as L
+    import torch
+
+    node = checker.to_plain(cfg)
+    L.seed_everything(node["seed"], workers=True, verbose=False)
+    torch.set_float32_matmul_precision(node["matmul_precision"])
+    data = build_data(node, objects)
+    callbacks = [*_build_named(node["callbacks"]), *objects.pop("callbacks", [])]
+    loggers = objects.pop("logger", None) or _build_named(node["logger"])
+    method = build_method(node, objects)
+    return Parts(method, data, build_trainer(node, callbacks, loggers))
+
+
+def build_data(node: Mapping[str, Any], objects: dict[str, Any]) -> Any:
+    """The data module; objects of the caller's own take the place of its sources, or its own."""
+    given = objects.pop("data", None)
+    if hasattr(given, "setup"):
+        return given
+    own = {k: v for k, v in (("train", given), ("eval", objects.pop("eval", None))) if v is not None}
+    return instantiate(node["data"], **own)
+
+
+def build_method(node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
+    """The method, given the groups that are its arguments."""
+    groups = {group: instantiate(node[group]) for group in METHOD_GROUPS if node.get(group) is not None}
+    return instantiate(node["method"], **(groups | {"seed": node["seed"]} | dict(objects)))
+
+
+def build_trainer(node: Mapping[str, Any], callbacks: Sequence[Any], loggers: Sequence[Any]) -> Any:
+    """The Lightning trainer."""
+    from workbench.strategies.checkpoint_io import AtomicCheckpointIO
+
+    strategy = instantiate(node["strategy"]) if isinstance(node["strategy"], dict) else node["strategy"]
+    owns_io = hasattr(strategy, "fsdp_kwargs") or "deepspeed" in type(strategy).__name__.lower()
+    plugins = [] if owns_io else [AtomicCheckpointIO()]
+    own = {"strategy": strategy, "callbacks": list(callbacks), "logger": list(loggers), "plugins": plugins}
+    return instantiate(node["trainer"], **own)
+
+
+def _build_named(nodes: Mapping[str, Any] | None) -> list[Any]:
+    return [instantiate(node) for node in (nodes or {}).values() if node is not None]
+
+
+def instantiate(node: Any, **arguments: Any) -> Any:
+    """Hydra's instantiate on plain containers; errors of a constructor keep their type."""
+    import hydra.utils
+
+    if node is None:
+        return None
+    try:
+        return hydra.utils.instantiate({**node, "_convert_": "all"}, **arguments)
+    except hydra.errors.InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
+
+
+@contextlib.contextmanager
+def _children_end_with_us(trainer: Any) -> Iterator[None]:
+    """If this process fails, the ones it started would wait for it in a collective."""
+    import signal
+
+    try:
+        yield
+    except BaseException:
+        launcher = getattr(trainer.strategy, "launcher", None)
+        if getattr(launcher, "procs", None):
+            launcher.kill(signal.SIGTERM)
+        raise
+
+
+def final_metrics(trainer: Any) -> dict[str, float]:
+    """The last value of every metric of a trainer."""
+    metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k != "step"}
+    return metrics | getattr(trainer.lightning_module, "step_metrics", {})
+
+
+def is_interrupted(trainer: Any) -> bool:
+    """Whether a signal stopped the run."""
+    return any(getattr(callback, "interrupted", False) for callback in trainer.callbacks)
+
+
+def _save_model(run: Run) -> None:
+    folder = run.dir / MODEL_FOLDER
+    run.method.save_pretrained(folder)
+    if run.config.push_to_hub and rundir.is_first():
+        from workbench.models.save import push_to_hub
+
+        push_to_hub(folder, run.config.push_to_hub)
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def _announce(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None) -> None:
+    print(describe(cfg), flush=True)
+    if checkpoint:
+        print(f"resuming from {checkpoint}", flush=True)
+    print(f"folder      {_short(folder)}", flush=True)
+
+
+def describe(cfg: DictConfig) -> str:
+    """The effective configuration, a line per group; options left at null are not listed."""
+    lines = []
+    plain = checker.to_plain(cfg)
+    top = {k: v for k, v in plain.items() if not isinstance(v, dict) and v is not None}
+    lines.append(_described("run", top))
+    for group, node in plain.items():
+        if group in ("callbacks", "logger") and node:
+            lines.append(f"{group:<11} {' '.join(k for k, v in node.items() if v is not None)}")
+        elif isinstance(node, dict):
+            lines.append(_described(group, node))
+    return "\n".join(lines)
+
+
+def _described(group: str, node: dict) -> str:
+    target = node.get("_target_", "").rsplit(".", 1)[-1]
+    words = [f"{k}={_value(v)}" for k, v in node.items() if not k.startswith("_") and v is not None]
+    return f"{group:<11} {' '.join([target, *words]).strip()}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{k}={_value(v)}" for k, v in value.items() if not str(k).startswith("_") and v is not None) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_value, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def report(run: Run) -> str:
+    """The last lines of a run: what came out, where it is, how to go on."""
+    folder = _short(run.dir)
+    losses = " ".join(f"{k} {v:.4f}" for k, v in run.metrics.items() if k in ("train/loss", "val/loss"))
+    state = "interrupted" if run.interrupted else "finished"
+    lines = [f"{state}    {run.metrics['steps']} steps in {run.metrics['seconds']:.0f} s  {losses}".rstrip()]
+    if run.interrupted:
+        return "\n".join([*lines, f"folder      {folder}", f"resume      workbench train resume={folder}"])
+    if run.config.save_model:
+        lines.append(f"model       {folder}/{MODEL_FOLDER}  (AutoModelForCausalLM.from_pretrained)")
+    return "\n".join([*lines, f"folder      {folder}", "next        " + "\n            ".join(next_commands(run))])
+
+
+def next_commands(run: Run) -> list[str]:
+    """Three commands that lead on from this run."""
+    folder = _short(run.dir)
+    lr = OmegaConf.select(run.config, "optim.lr")
+    values = ",".join(f"{lr * f:g}" for f in (0.5, 1, 2)) if isinstance(lr, float) else None
+    return [
+        f"workbench generate run={folder}",
+        f"workbench evaluate run={folder}",
+        f"workbench train -m optim.lr={values}" if values else "workbench train -m seed=0,1,2",
+    ]
+
+
+def _short(path: pathlib.Path) -> str:
+    """Relative to the working folder where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)
