@@ -87,7 +87,9 @@ def plot_history(history: "pd.DataFrame", metrics: Sequence[str] = ()) -> "matpl
     """One panel per metric; ``train/x`` and ``val/x`` share one."""
     from matplotlib.figure import Figure
 
-    names = list(metrics) or [c for c in ("train/loss", "val/loss", "train/mean_token_accuracy", "train/grad_norm") if c in history]
+    names = list(metrics) or [
+        c for c in ("train/loss", "val/loss", "train/mean_token_accuracy", "train/grad_norm") if c in history
+    ]
     unknown = [n for n in names if n not in history]
     if unknown:
         raise UserError(f"{unknown[0]} was not logged. Logged: {', '.join(c for c in history if c != 'step')}.")

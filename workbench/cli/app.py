@@ -12,6 +12,7 @@ from workbench.cli.flags import Arguments, parse
 from workbench.cli.settings import COMMAND_SETTINGS
 from workbench.errors import UserError
 
+
 def run_command(command: str, argv: Sequence[str]) -> int:
     """Composes and checks the configuration of ``command``, then prints it, sweeps over it or runs it."""
     module = _module(command)

@@ -1,11 +1,14 @@
 """Checks a composed configuration before anything is built: keys, types, choices, required values, combinations.
 
-`check` needs only ``schema.json`` and imports no torch; `check_targets` then imports what a run builds from other packages and
-checks it against the signatures found there. Both raise `UserError` with one line.
+`check` needs only ``schema.json`` and imports no torch; `check_targets` then imports what a run builds from other
+packages and checks it against the signatures found there. Both raise `UserError` with one line.
 """
 
 import functools
 import importlib.metadata
+import importlib.util
+import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,7 +84,7 @@ def _cheap_definition(shipped: dict, path: str) -> dict | None:
     if definition is None:
         if path.startswith(schema.OWN):
             own = [p for p in shipped["$defs"] if p.startswith(schema.OWN)]
-            if _importable(path):  # added after the schema was written, such as a class of a test
+            if _is_written(path):  # added after the schema was made
                 return None
             raise UserError(f"_target_ {path!r} does not exist.{nearest(path, own)}")
         return None
@@ -90,12 +93,17 @@ def _cheap_definition(shipped: dict, path: str) -> dict | None:
     return definition
 
 
-def _importable(path: str) -> bool:
+def _is_written(path: str) -> bool:
+    """Whether a module of ours defines the name; found in its text, since an import would bring torch."""
+    module, _, name = path.rpartition(".")
     try:
-        schema.locate(path)
-    except (ImportError, AttributeError):
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
         return False
-    return True
+    if found is None or found.origin is None:
+        return False
+    text = pathlib.Path(found.origin).read_text()
+    return re.search(rf"^(class|def) {re.escape(name)}\b", text, flags=re.M) is not None
 
 
 def _imported_definition(path: str) -> dict | None:
@@ -183,6 +191,8 @@ class _Walker:
         if "target" in spec or "callable" in spec or "$ref" in spec:
             return "node"
         if "type" not in spec:
+            for inner_path, node in walk_targets(value, path):
+                self.node(inner_path, node)
             return None
         if not _has_type(value, spec["type"]):
             return spec["type"]

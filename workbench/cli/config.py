@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from workbench.cli import check as checker
 from workbench.cli.config_files import config_dir
+from workbench.cli.flags import quote
 from workbench.cli.settings import COMMAND_SETTINGS
 from workbench.errors import UserError, nearest
 
@@ -150,7 +151,7 @@ def _explain_parse(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"cannot read {override!r}: an override is written key=value."
-    quoted = '"' + value.strip("\"'").replace("\\", "\\\\").replace('"', '\\"') + '"'
+    quoted = quote(value.strip("\"'"))
     return (
         f"cannot read {override!r}: a value with = , : ( ) [ ] {{ }} # % @ or quotes in it must be quoted, twice on a shell's "
         f"command line: '{key}={quoted}'"

@@ -1,4 +1,6 @@
-"""``workbench evaluate``: the method's own evaluation of a model, and the share of right answers where they can be checked."""
+"""``workbench evaluate``: the method's own evaluation of a model, and the share of right answers where they can be
+checked.
+"""
 
 import json
 import pathlib
@@ -6,8 +8,7 @@ import pathlib
 from omegaconf import DictConfig
 
 from workbench.cli import resume
-from workbench.cli.flags import Arguments
-from workbench.cli.sweep import quote
+from workbench.cli.flags import Arguments, quote
 from workbench.errors import UserError
 
 # Fields of the model that the saved folder holds itself by now.

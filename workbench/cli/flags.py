@@ -1,5 +1,6 @@
 """The flags of the commands, and how what was typed is sorted into flags and overrides."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,3 +79,10 @@ def _set_flag(arguments: Arguments, name: str, value: str) -> None:
         arguments.config_dir.append(value)
     else:
         setattr(arguments, name, value)
+
+
+def quote(value: str) -> str:
+    """A value that Hydra's override grammar and OmegaConf read as this very text."""
+    text = value.replace("${", "\\${")
+    text = re.sub(r'(\\*)"', r'\1\1\\"', text)  # backslashes count before a quote only
+    return '"' + re.sub(r"(\\+)$", r"\1\1", text) + '"'

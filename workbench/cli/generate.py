@@ -8,8 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from workbench.cli import resume
 from workbench.cli.evaluate import model_folder
-from workbench.cli.flags import Arguments
-from workbench.cli.sweep import quote
+from workbench.cli.flags import Arguments, quote
 from workbench.errors import UserError
 
 _TEXTS = ("prompt", "system")

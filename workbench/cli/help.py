@@ -1,4 +1,6 @@
-"""The help pages, written from the configuration files' own comments. Imports neither Hydra nor a YAML reader: it must be quick."""
+"""The help pages, written from the configuration files' own comments. Imports neither Hydra nor a YAML reader: it
+must be quick.
+"""
 
 import pathlib
 import re

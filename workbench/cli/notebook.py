@@ -1,7 +1,7 @@
 """Training on several devices from a notebook: in processes of their own, since a kernel cannot be one of them.
 
-Lightning's launchers either start the script again (a notebook has none) or fork (which breaks once CUDA is in use), so the
-command line is run instead, with the notebook's configuration.
+Lightning's launchers either start the script again (a notebook has none) or fork (which breaks once CUDA is in use),
+so the command line is run instead, with the notebook's configuration.
 """
 
 import pathlib

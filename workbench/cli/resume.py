@@ -1,21 +1,23 @@
 """``resume=``: which checkpoint a run continues, in which folder, with which overrides.
 
-A run continues in its own folder. From the command line it takes the overrides it was started with; what is typed now wins.
+A run continues in its own folder. From the command line it takes the overrides it was started with; what is typed now
+wins.
 """
 
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 
 import yaml
 from omegaconf import DictConfig
 
 from workbench.cli import rundir
+from workbench.cli.flags import quote
 from workbench.errors import UserError
 
 OVERRIDES_FILE = "overrides.yaml"
 CHECKPOINTS = "checkpoints"
+BY_NAME = ("last", "best", "auto")
 _NAMING = ("name", "experiment", "method", "model")
 
 
@@ -38,7 +40,9 @@ def replay(overrides: Sequence[str]) -> list[str]:
     if wanted is None:
         return overrides
     folder = run_folder(wanted, overrides)
-    return merge(saved_overrides(folder), [*overrides, f'paths.run_dir="{folder}"'])
+    if folder is None:
+        return overrides
+    return merge(saved_overrides(folder), [*overrides, f"paths.run_dir={quote(str(folder))}"])
 
 
 def merge(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -59,49 +63,44 @@ def save_overrides(folder: pathlib.Path, overrides: Sequence[str]) -> None:
     (folder / OVERRIDES_FILE).write_text(yaml.safe_dump(kept))
 
 
-def run_folder(wanted: str, overrides: Sequence[str] = ()) -> pathlib.Path:
-    """The folder of the run that ``resume=<wanted>`` continues."""
+def run_folder(wanted: str, overrides: Sequence[str] = ()) -> pathlib.Path | None:
+    """The folder of the run that ``resume=<wanted>`` continues; None where ``auto`` finds nothing to continue."""
     if rundir.is_child():
         return pathlib.Path(os.environ[rundir.VARIABLE])
-    if wanted == "last" or wanted.isdecimal():
+    if wanted in BY_NAME or wanted.isdecimal():
         given = value_of(overrides, "paths.run_dir")
         return pathlib.Path(given).absolute() if given else _newest_run(wanted, overrides)
     path = pathlib.Path(wanted).expanduser().absolute()
     if not path.exists():
-        raise UserError(f"resume={wanted}: no such file or folder. Allowed: last, a step number, a run folder or a checkpoint.")
+        allowed = f"{', '.join(BY_NAME)}, a step number, a run folder or a checkpoint"
+        raise UserError(f"resume={wanted}: no such file or folder. Allowed: {allowed}.")
     if path.is_dir() and not is_checkpoint(path):
         return path.parent if path.name == CHECKPOINTS else path
     return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
 
 
-def _newest_run(wanted: str, overrides: Sequence[str]) -> pathlib.Path:
+def _newest_run(wanted: str, overrides: Sequence[str]) -> pathlib.Path | None:
     root = pathlib.Path(value_of(overrides, "paths.root") or "runs")
     folder = root
     if any(key_of(o) in _NAMING for o in overrides):
         from workbench.cli.config import load
 
         folder = root / load([o for o in overrides if key_of(o) != "resume"]).cfg.name
-    runs = {c.parent.parent for c in folder.rglob(f"{CHECKPOINTS}/*") if is_checkpoint(c)}
-    if not runs:
-        raise UserError(f"resume={wanted}: no run with a checkpoint in {folder}; give the path of one.")
-    return max(runs, key=lambda run: max(c.stat().st_mtime for c in checkpoints(run))).absolute()
+    newest: dict[pathlib.Path, float] = {}
+    for checkpoint in folder.rglob(f"{CHECKPOINTS}/*.ckpt"):
+        if is_checkpoint(checkpoint):
+            run = checkpoint.parent.parent
+            newest[run] = max(newest.get(run, 0.0), checkpoint.stat().st_mtime)
+    if newest:
+        return max(newest, key=newest.get).absolute()
+    if wanted == "auto":
+        return None
+    raise UserError(f"resume={wanted}: no run with a checkpoint in {folder}; give the path of one.")
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
     """A finished checkpoint: a file of one, or a folder of one (sharded)."""
     return path.suffix == ".ckpt" and not path.name.startswith(".")
-
-
-def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The checkpoints of a run, oldest first."""
-    found = [c for c in (folder / CHECKPOINTS).glob("*") if is_checkpoint(c)]
-    return sorted(found, key=lambda c: (c.stat().st_mtime, c.name))
-
-
-def step_of(checkpoint: pathlib.Path) -> int | None:
-    """The optimizer step in a checkpoint's name."""
-    found = re.search(r"step[_-]?0*(\d+)", checkpoint.stem)
-    return int(found.group(1)) if found else None
 
 
 def folder_to_continue(cfg: DictConfig) -> pathlib.Path | None:
@@ -117,22 +116,8 @@ def find_checkpoint(cfg: DictConfig, folder: pathlib.Path) -> str | None:
     if cfg.resume is None:
         return None
     if rundir.is_child():
-        return os.environ[rundir.CHECKPOINT_VARIABLE]
-    wanted = str(cfg.resume)
-    path = pathlib.Path(wanted).expanduser()
-    if is_checkpoint(path) and path.exists():
-        return str(path.absolute())
-    found = checkpoints(folder)
-    if not found:
-        raise UserError(f"resume={wanted}: {folder} holds no checkpoint.")
-    if wanted.isdecimal():
-        return str(_of_step(int(wanted), found, folder))
-    return str(found[-1])
+        return os.environ.get(rundir.CHECKPOINT_VARIABLE)
+    from workbench.callbacks.checkpoint import resolve_checkpoint
 
-
-def _of_step(step: int, found: Sequence[pathlib.Path], folder: pathlib.Path) -> pathlib.Path:
-    matching = [c for c in found if step_of(c) == step]
-    if not matching:
-        steps = sorted({s for s in map(step_of, found) if s is not None})
-        raise UserError(f"resume={step}: {folder} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
-    return matching[-1]
+    found = resolve_checkpoint(cfg.resume, folder)
+    return None if found is None else str(found)

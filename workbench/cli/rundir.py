@@ -1,8 +1,8 @@
 """The folder of a run: one for all its processes, named once.
 
-The process that starts a run names the folder and publishes it in the environment while it trains; processes that Lightning
-starts inherit it. Under torchrun the first process publishes it in the store that torchrun keeps for all. A time is never read
-twice, so that no two processes can name two folders.
+The process that starts a run names the folder and publishes it in the environment while it trains; processes that
+Lightning starts inherit it. Under torchrun the first process publishes it in the store that torchrun keeps for all. A
+time is never read twice, so that no two processes can name two folders.
 """
 
 import contextlib

@@ -1,9 +1,10 @@
-"""The schema of the configuration, generated from signatures: ``python -m workbench.cli.schema`` rewrites ``schema.json``.
+"""The schema of the configuration, generated from signatures: ``python -m workbench.cli.schema`` rewrites
+``schema.json``.
 
-The file lets the command line check a configuration without importing torch. Its words are JSON Schema's (``type``, ``enum``,
-``anyOf``, ``items``, ``properties``, ``required``, ``additionalProperties``, ``$ref``: a mapping with the keys of that dataclass) and
-two more: ``target``, a node that is built from some ``_target_``, and ``callable``, a function (built from a ``_target_``). ``$defs``
-maps every ``_target_`` to its keys.
+The file lets the command line check a configuration without importing torch. Its words are JSON Schema's (``type``,
+``enum``, ``anyOf``, ``items``, ``properties``, ``required``, ``additionalProperties``, ``$ref``: a mapping with the
+keys of that dataclass) and two more: ``target``, a node that is built from some ``_target_``, and ``callable``, a
+function (built from a ``_target_``). ``$defs`` maps every ``_target_`` to its keys.
 """
 
 import enum
@@ -43,7 +44,7 @@ def describe_type(annotation: Any, refs: set[str] | None = None) -> dict:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is not None:
         return _describe_generic(origin, arguments, refs)
-    if isinstance(annotation, type) and annotation is not object:
+    if isinstance(annotation, type) and annotation not in (object, Any):
         return _describe_class(annotation, refs)
     return {}  # Any, TypeVar, forward references that could not be resolved: anything goes
 

@@ -1,6 +1,8 @@
-"""The top level of the configuration, as dataclasses: the schema and the Python defaults of the keys in ``conf/*.yaml``.
+"""The top level of the configuration, as dataclasses: the schema and the Python defaults of the keys in
+``conf/*.yaml``.
 
-Nodes that are built from a ``_target_`` are marked with `Target`; their keys are checked against that class's signature.
+Nodes that are built from a ``_target_`` are marked with `Target`; their keys are checked against that class's
+signature.
 """
 
 from dataclasses import dataclass, field
@@ -70,7 +72,7 @@ class Train(Common):
         scheduler: the scheduler group.
         callbacks: the callbacks group: name -> node; null switches one off.
         logger: the logger group: name -> node; null switches one off.
-        resume: continue a run: last, a step number, or the path of a checkpoint or run folder.
+        resume: continue a run: last, best, a step number, the path of a checkpoint or run folder; auto is last if there is one.
         exact_match: rows of the evaluation data answered before and after training, where answers can be checked; 0 is off.
         save_model: write <run_dir>/model in the end, which transformers loads.
         push_to_hub: repository id to upload the saved model to; null does not upload.

@@ -1,7 +1,9 @@
-"""Sweeps: ``workbench train -m optim.lr=1e-5,1e-4 seed=0,1`` runs one process per job and ends with a table and a plot.
+"""Sweeps: ``workbench train -m optim.lr=1e-5,1e-4 seed=0,1`` runs one process per job and ends with a table and a
+plot.
 
-Hydra's sweepers choose the jobs; `SubprocessLauncher` runs each as the command a person would type, with a folder of its own.
-A job's own processes (DDP) therefore repeat that job's command and never the sweep. A failed job is recorded, and the rest go on.
+Hydra's sweepers choose the jobs; `SubprocessLauncher` runs each as the command a person would type, with a folder of
+its own. A job's own processes (DDP) therefore repeat that job's command and never the sweep. A failed job is
+recorded, and the rest go on.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from omegaconf import DictConfig
 
 from workbench.cli import check as checker
 from workbench.cli import config, rundir
+from workbench.cli.flags import quote
 from workbench.errors import UserError
 
 RESULT_FILE = "result.json"
@@ -113,11 +116,6 @@ class SubprocessLauncher(Launcher):
 def job_command(overrides: Sequence[str], run_dir: pathlib.Path) -> list[str]:
     """The command of one job: what a person would type to run it alone."""
     return [sys.executable, "-m", "workbench", "train", *overrides, "hydra.mode=RUN", f"paths.run_dir={quote(str(run_dir))}"]
-
-
-def quote(value: str) -> str:
-    """A value that Hydra's override grammar reads as this very text."""
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _record(run_dir: pathlib.Path, number: int, overrides: list[str], code: int, seconds: float) -> dict:
