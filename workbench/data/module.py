@@ -160,6 +160,8 @@ class DataModule(L.LightningDataModule):
             self._evals = self.prepare_eval(method.tokenizer, method.data_types)
         if strategy.is_global_zero:
             strategy.barrier("prepare")
+        if not self._evals:
+            self.trainer.limit_val_batches = 0
         if stage == "fit":
             self._plan(self.trainer)
 
@@ -179,9 +181,9 @@ class DataModule(L.LightningDataModule):
 
     def _plan_stream(self, trainer: Trainer) -> None:
         if trainer.max_steps is None or trainer.max_steps < 0:
-            raise UserError("data.streaming=true has no known length; set trainer.max_steps to the number of optimizer steps.")
+            raise UserError("data.streaming=true has no known length; set trainer.max_steps, in optimizer steps.")
         if self.micro_batch_tokens is not None:
-            raise UserError("data.micro_batch_tokens needs all lengths beforehand; with data.streaming=true set data.micro_batch_size.")
+            raise UserError("data.micro_batch_tokens needs all lengths; with data.streaming=true set data.micro_batch_size.")
         if self.num_workers > 1:
             raise UserError(f"data.num_workers={self.num_workers}: a stream is read in order by one worker; allowed: 0, 1.")
         world_size = data_parallel(trainer.strategy).world_size
@@ -246,8 +248,9 @@ class DataModule(L.LightningDataModule):
         for name, value in self.identity().items():
             if name in saved and saved[name] != value:
                 raise UserError(
-                    f"the checkpoint was written with data {name}={saved[name]}, this run has {name}={value}, so its position means "
-                    "other rows; resume with the same data settings, or start a new run from its weights (model.name=<run>/model)."
+                    f"the checkpoint was written with data {name}={saved[name]}, this run has {name}={value}, so its position "
+                    "means other rows; resume with the same data settings, or start a new run from its weights "
+                    "(model.name=<run>/model)."
                 )
 
 

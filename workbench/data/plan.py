@@ -35,7 +35,8 @@ def deal(lengths: Sequence[int], num_bins: int, *, max_rows: int | None = None, 
         max_tokens: most tokens in a bin; an item that is longer by itself gets a bin of its own.
 
     Returns:
-        Item indices of each bin, ascending within a bin; heaviest bins first. More bins than asked for if ``max_tokens`` needs them.
+        Item indices of each bin, ascending within a bin; heaviest bins first. More bins than asked for if ``max_tokens`` needs
+        them.
     """
     bins: Bins = [[] for _ in range(num_bins)]
     load = [0] * num_bins
@@ -63,8 +64,8 @@ def deal_in_order(num_items: int, num_bins: int, max_rows: int) -> Bins:
 
 
 def to_ranks(bins: Bins, world_size: int, *, balanced: bool = True) -> list[Bins]:
-    """``[rank][k]``: bin i goes to rank ``i % world_size`` as its micro-batch ``i // world_size``. For ``balanced`` bins, sorted by
-    weight, odd rounds run backwards, so that the ranks' sums stay close."""
+    """``[rank][k]``: bin i goes to rank ``i % world_size`` as its micro-batch ``i // world_size``. For ``balanced`` bins, sorted
+    by weight, odd rounds run backwards, so that the ranks' sums stay close."""
     per_rank: list[Bins] = [[] for _ in range(world_size)]
     for start in range(0, len(bins), world_size):
         group = bins[start : start + world_size]

@@ -141,8 +141,8 @@ class Method(L.LightningModule):
         self._last_time = self._last_time or time.perf_counter()
 
     def record(self, name: str, values: Tensor, weights: Tensor) -> None:
-        """Adds a per-token or per-row metric of this micro-batch: the mean of ``values`` under ``weights``, over the step, or over
-        micro-batches' means with ``scope="micro_batch"``."""
+        """Adds a per-token or per-row metric of this micro-batch: the mean of ``values`` under ``weights``, over the step, or
+        over micro-batches' means with ``scope="micro_batch"``."""
         total = torch.where(weights == 0, 0.0, values.detach().float() * weights).sum()
         count = weights.sum()
         if self.scope == "micro_batch":
@@ -187,8 +187,8 @@ class Method(L.LightningModule):
         bad = [name for name in ("loss", "grad_norm") if metrics.get(name, 0.0) - metrics.get(name, 0.0) != 0.0]
         if bad and not scaled and not is_deepspeed(self.trainer.strategy):
             raise UserError(
-                f"{' and '.join(bad)} is not finite at step {self.trainer.global_step + 1}; the weights are still those of the step "
-                "before. Lower optim.lr, set trainer.gradient_clip_val, or check the data with 'workbench inspect'."
+                f"{' and '.join(bad)} is not finite at step {self.trainer.global_step + 1}; the weights are still those of the "
+                "step before. Lower optim.lr, set trainer.gradient_clip_val, or check the data with 'workbench inspect'."
             )
 
     # -- evaluation -------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Method(L.LightningModule):
             rewrite_position(checkpoint, data.steps_per_epoch, data.num_micro)
 
     def save_pretrained(self, directory: str | Path, **options: Any) -> None:
-        """Writes a directory that ``from_pretrained`` of transformers (or peft, for an adapter) loads; every rank must call it."""
+        """Writes a directory that ``from_pretrained`` of transformers (or peft, for an adapter) loads; a call for every rank."""
         state_dict = None
         if self._trainer is not None and data_parallel_mesh(self.trainer.strategy) is not None:
             state_dict = self.trainer.strategy.gather_policy(self.policy)

@@ -56,7 +56,7 @@ class Evaluation:
             return
         index = batch.trained
         rows = batch.row[batch.segment[index]].cpu().numpy()
-        columns = [t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for t in (top1, batch.tokens[index], logps)]
+        columns = [t.cpu().numpy() for t in (top1, batch.tokens[index], logps.float())]
         for row in np.unique(rows):
             self._rows[int(row)] = tuple(c[rows == row] for c in columns)
 

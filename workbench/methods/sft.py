@@ -1,8 +1,9 @@
 """Supervised fine-tuning: maximise the likelihood of chosen tokens.
 
-Loss of an optimizer step, over its trained tokens t with weights w_t: ``sum_t w_t l_t / sum_t w_t``, where l_t is the negative
-log-likelihood (``nll``) or, for dynamic fine-tuning (``dft``, Wu et al. 2025, arXiv:2508.05629, eq. 9), the same times the
-token's own probability, held constant. The sums run over all micro-batches and ranks, so the step does not depend on how it was cut.
+Loss of an optimizer step, over its trained tokens t with weights w_t: ``sum_t w_t l_t / sum_t w_t``, where l_t is the
+negative log-likelihood (``nll``) or, for dynamic fine-tuning (``dft``, Wu et al. 2025, arXiv:2508.05629, eq. 9), the same
+times the token's own probability, held constant. The sums run over all micro-batches and ranks, so the step does not depend on
+how it was cut.
 """
 
 from typing import Any, Literal

@@ -188,7 +188,7 @@ def set_gradient_checkpointing(model: PreTrainedModel, mode: bool | Literal["sel
     if not mode:
         return
     if not model.supports_gradient_checkpointing:
-        raise UserError(f"{type(model).__name__} does not support gradient checkpointing; set method.gradient_checkpointing=false.")
+        raise UserError(f"{type(model).__name__} has no gradient checkpointing; set method.gradient_checkpointing=false.")
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
