@@ -208,7 +208,7 @@ def build(cfg: DictConfig, **objects: Any) -> Parts:
     L.seed_everything(node["seed"], workers=True, verbose=False)
     torch.set_float32_matmul_precision(node["matmul_precision"])
     data = build_data(node, objects)
-    callbacks = [*_build_named(node["callbacks"]), *objects.pop("callbacks", [])]
+    callbacks = [*_build_named(node["callbacks"]), *_exact_match(node["exact_match"]), *objects.pop("callbacks", [])]
     loggers = objects.pop("logger", None) or _build_named(node["logger"])
     method = build_method(node, objects)
     return Parts(method, data, build_trainer(node, callbacks, loggers))
@@ -231,17 +231,29 @@ def build_method(node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
 
 def build_trainer(node: Mapping[str, Any], callbacks: Sequence[Any], loggers: Sequence[Any]) -> Any:
     """The Lightning trainer."""
+    from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+
     from workbench.strategies.checkpoint_io import AtomicCheckpointIO
 
     strategy = instantiate(node["strategy"]) if isinstance(node["strategy"], dict) else node["strategy"]
     owns_io = hasattr(strategy, "fsdp_kwargs") or "deepspeed" in type(strategy).__name__.lower()
     plugins = [] if owns_io else [AtomicCheckpointIO()]
     own = {"strategy": strategy, "callbacks": list(callbacks), "logger": list(loggers), "plugins": plugins}
-    return instantiate(node["trainer"], **own)
+    own["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
+    own["enable_progress_bar"] = any(isinstance(c, ProgressBar) for c in callbacks)
+    return instantiate(node["trainer"], default_root_dir=node["paths"]["run_dir"], **own)
 
 
 def _build_named(nodes: Mapping[str, Any] | None) -> list[Any]:
     return [instantiate(node) for node in (nodes or {}).values() if node is not None]
+
+
+def _exact_match(rows: int) -> list[Any]:
+    if not rows:
+        return []
+    from workbench.callbacks.exact_match import ExactMatch
+
+    return [ExactMatch(rows)]
 
 
 def instantiate(node: Any, **arguments: Any) -> Any:
@@ -336,11 +348,20 @@ def report(run: Run) -> str:
     losses = " ".join(f"{k} {v:.4f}" for k, v in run.metrics.items() if k in ("train/loss", "val/loss"))
     state = "interrupted" if run.interrupted else "finished"
     lines = [f"{state}    {run.metrics['steps']} steps in {run.metrics['seconds']:.0f} s  {losses}".rstrip()]
+    before_after = exact_match(run.trainer)
+    if before_after is not None:
+        lines[0] += "  exact match {:.3f} -> {:.3f}".format(*before_after)
     if run.interrupted:
-        return "\n".join([*lines, f"folder      {folder}", f"resume      workbench train resume={folder}"])
+        return "\n".join([*lines, f"folder      {folder}"])
     if run.config.save_model:
         lines.append(f"model       {folder}/{MODEL_FOLDER}  (AutoModelForCausalLM.from_pretrained)")
     return "\n".join([*lines, f"folder      {folder}", "next        " + "\n            ".join(next_commands(run))])
+
+
+def exact_match(trainer: Any) -> tuple[float, float] | None:
+    """Share of right answers before and after training, where it was measured."""
+    measured = [c for c in trainer.callbacks if hasattr(c, "before") and c.before is not None and c.after is not None]
+    return (measured[0].before, measured[0].after) if measured else None
 
 
 def next_commands(run: Run) -> list[str]:

@@ -131,7 +131,7 @@ def test_provided_arguments_belong_to_their_groups(monkeypatch):
     definition = {"properties": {"model": {}, "beta": {}}, "required": ["model"], "additionalProperties": False}
     walker = check._Walker({"M": definition}.get)
     walker.node("method", {"_target_": "M", "beta": 1})
-    with pytest.raises(UserError, match=r"method\.model is set in the group 'model': write model=\.\.\. instead"):
+    with pytest.raises(UserError, match=r"method\.model is not set here: write model=\.\.\."):
         walker.node("method", {"_target_": "M", "model": "x"})
 
 

@@ -32,6 +32,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("workbench: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BaseException as error:
+        if not _is_abort(error):
+            raise
+        print(f"workbench: {error}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _is_abort(error: BaseException) -> bool:
+    """Whether a second signal ended training; the class is not imported here, since it brings torch."""
+    module = sys.modules.get("workbench.callbacks.interrupt")
+    return module is not None and isinstance(error, module.Aborted)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,8 +20,18 @@ from workbench.errors import UserError, nearest
 
 # Keys that Hydra's instantiate reads and the target never sees.
 RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-# Arguments of a method that come from groups of their own.
-FROM_GROUPS = ("model", "peft", "optim", "scheduler", "seed")
+# Arguments that are not keys of their node, and where each is set instead.
+FROM_GROUPS = {
+    "method": {key: f"{key}=..." for key in ("model", "peft", "optim", "scheduler", "seed")},
+    "trainer": {
+        **{key: f"{key}=..." for key in ("strategy", "callbacks", "logger")},
+        "accumulate_grad_batches": "data.micro_batch_size=... (the accumulation follows from it and data.batch_size)",
+        "default_root_dir": "paths.run_dir=...",
+        "enable_checkpointing": "callbacks.checkpoint=null to have none",
+        "enable_progress_bar": "callbacks.progress=null to have none",
+        "overfit_batches": "debug=overfit",
+    },
+}
 MISSING = "???"
 _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -129,15 +139,16 @@ class _Walker:
     def __init__(self, define: Callable[[str], dict | None]):
         self.define = define
 
-    def keys(self, path: str, values: dict, spec: dict, owner: str, provided: tuple[str, ...] = ()) -> None:
+    def keys(self, path: str, values: dict, spec: dict, owner: str, provided: Mapping[str, str] | None = None) -> None:
         """Checks the keys of one mapping, each value, and that none is missing; ``provided`` come from elsewhere."""
+        provided = provided or {}
         allowed = {k: v for k, v in spec["properties"].items() if k not in provided}
         for key, value in values.items():
             name = f"{path}.{key}" if path else str(key)
             if key in RESERVED and path:
                 continue
             if key in provided and key in spec["properties"]:
-                raise UserError(f"{name} is set in the group {key!r}: write {key}=... instead.")
+                raise UserError(f"{name} is not set here: write {provided[key]}.")
             if key in allowed:
                 self.value(name, value, allowed[key])
             elif not spec["additionalProperties"]:
@@ -159,8 +170,7 @@ class _Walker:
             raise UserError(f"{path}: {error}") from None
         if definition is None:
             return
-        provided = FROM_GROUPS if path == "method" else ("strategy", "callbacks", "logger") if path == "trainer" else ()
-        self.keys(path, value, definition, target.rsplit(".", 1)[-1], provided)
+        self.keys(path, value, definition, target.rsplit(".", 1)[-1], FROM_GROUPS.get(path, {}))
 
     def value(self, path: str, value: Any, spec: dict) -> None:
         """Checks one value against its schema."""

@@ -116,20 +116,28 @@ def _chosen(folder: pathlib.Path, primary: str, words: list[str]) -> dict[str, s
 
 
 def _keys(file: pathlib.Path, prefix: str = "") -> list[str]:
-    """Every key of a file with its value and comment, as it is typed on the command line."""
-    lines, parents = [], []
+    """Every key of a file, and of the files it builds on, as it is typed on the command line, with its comment."""
+    return [f"  {name + '=' + value:<42} {comment}".rstrip() for name, (value, comment) in _entries(file, prefix).items()]
+
+
+def _entries(file: pathlib.Path, prefix: str) -> dict[str, tuple[str, str]]:
+    entries: dict[str, tuple[str, str]] = {}
+    parents: list[str] = []
     text = file.read_text()
-    if "@package _global_" in text:
-        prefix = ""
+    own_prefix = "" if "@package _global_" in text else prefix
     in_defaults = False
     for line in text.splitlines():
-        found = _KEY.match(line)
         in_defaults = line.startswith("defaults:") or (in_defaults and line.startswith((" ", "-", "#")))
-        if in_defaults or not found or found["key"].startswith("_"):
+        if in_defaults:
+            base = re.match(r" +- (\w+)(?:@\w+)?\s*(?:#.*)?$", line)
+            if base and base[1] != "_self_" and prefix:
+                entries |= _entries(file.with_name(f"{base[1]}.yaml"), prefix)
             continue
-        depth = len(found["indent"]) // 2
-        parents[depth:] = [found["key"]]
-        name, value = prefix + ".".join(parents), found["value"].strip()
+        found = _KEY.match(line)
+        if not found or found["key"].startswith("_"):
+            continue
+        parents[len(found["indent"]) // 2 :] = [found["key"]]
+        value = found["value"].strip()
         if value or found["comment"]:
-            lines.append(f"  {name + '=' + value:<42} {found['comment'] or ''}".rstrip())
-    return lines
+            entries[own_prefix + ".".join(parents)] = (value, found["comment"] or "")
+    return entries

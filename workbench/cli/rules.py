@@ -23,3 +23,109 @@ def check(cfg: dict, command: str) -> None:
     for commands, function in _RULES:
         if command in commands and (problem := function(cfg)):
             raise UserError(problem)
+
+
+def _get(cfg: dict, path: str) -> object:
+    node: object = cfg
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+TRAINING = ("train", "inspect", "evaluate")
+
+
+@rule(*TRAINING, "generate")
+def _quantized_without_adapter(cfg: dict) -> str | None:
+    if "peft" not in cfg or _get(cfg, "model.quantization") is None or cfg["peft"] is not None:
+        return None
+    return "model.quantization freezes the weights, so that nothing would be trained: choose peft=lora (or peft=qlora)."
+
+
+@rule(*TRAINING)
+def _micro_batch_larger_than_batch(cfg: dict) -> str | None:
+    batch, micro = _get(cfg, "data.batch_size"), _get(cfg, "data.micro_batch_size")
+    if batch is None or micro is None or micro <= batch:
+        return None
+    return (
+        f"data.micro_batch_size={micro} is larger than data.batch_size={batch}, the rows of a whole optimizer step: "
+        f"set data.batch_size={micro} or a smaller micro-batch."
+    )
+
+
+@rule(*TRAINING)
+def _two_warmups(cfg: dict) -> str | None:
+    if _get(cfg, "scheduler.warmup_steps") and _get(cfg, "scheduler.warmup_ratio"):
+        return "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other: set one of them to 0."
+    return None
+
+
+@rule(*TRAINING)
+def _warmup_ratio_is_a_share(cfg: dict) -> str | None:
+    ratio = _get(cfg, "scheduler.warmup_ratio")
+    if ratio is None or 0 <= ratio <= 1:
+        return None
+    return f"scheduler.warmup_ratio={ratio:g} must lie between 0 and 1; a number of steps is scheduler.warmup_steps."
+
+
+@rule(*TRAINING)
+def _stream_without_end(cfg: dict) -> str | None:
+    if _get(cfg, "data.streaming") and (_get(cfg, "trainer.max_steps") or -1) < 0:
+        return "data.streaming=true has no known length: set trainer.max_steps to the number of optimizer steps."
+    return None
+
+
+@rule("train")
+def _endless_training(cfg: dict) -> str | None:
+    bounds = [_get(cfg, f"trainer.{key}") for key in ("max_epochs", "max_steps")]
+    if any(isinstance(b, int) and b >= 0 for b in bounds) or _get(cfg, "trainer.max_time") is not None:
+        return None
+    return "training would never end: set trainer.max_epochs, trainer.max_steps or trainer.max_time."
+
+
+@rule("train")
+def _monitor_without_evaluation(cfg: dict) -> str | None:
+    if _get(cfg, "data.eval") is not None:
+        return None
+    for name, node in (cfg.get("callbacks") or {}).items():
+        monitor = node.get("monitor") if isinstance(node, dict) else None
+        if isinstance(monitor, str) and monitor.startswith("val/"):
+            return f"callbacks.{name}.monitor={monitor} is never measured without evaluation data: set data.eval."
+    return None
+
+
+@rule(*TRAINING)
+def _exact_match_without_evaluation(cfg: dict) -> str | None:
+    if cfg["exact_match"] and _get(cfg, "data.eval") is None:
+        return f"exact_match={cfg['exact_match']} needs evaluation data: set data.eval, or exact_match=0."
+    if cfg["exact_match"] < 0:
+        return f"exact_match={cfg['exact_match']} must be a number of rows, or 0."
+    return None
+
+
+@rule(*TRAINING)
+def _deepspeed_on_cpu(cfg: dict) -> str | None:
+    strategy = cfg["strategy"]
+    name = strategy if isinstance(strategy, str) else strategy.get("_target_", "")
+    if "deepspeed" in name.lower() and _get(cfg, "trainer.accelerator") == "cpu":
+        return "strategy=deepspeed_* needs CUDA: use strategy=fsdp2 or strategy=ddp with trainer=cpu."
+    return None
+
+
+@rule(*TRAINING)
+def _bad_layout_for_padding(cfg: dict) -> str | None:
+    if _get(cfg, "method.layout") == "packed" and _get(cfg, "method.pad_to_multiple_of") is not None:
+        return "method.pad_to_multiple_of has no effect with method.layout=packed, which pads nothing: set one of the two to its default."
+    return None
+
+
+@rule("generate")
+def _sampling_options_at_zero_temperature(cfg: dict) -> str | None:
+    if cfg["temperature"] < 0:
+        return f"temperature={cfg['temperature']:g} must be 0 or more."
+    if cfg["temperature"] > 0:
+        return None
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("num_samples", 1)):
+        if cfg[key] != off:
+            return f"{key}={cfg[key]} has no effect at temperature=0: set temperature above 0."
+    return None

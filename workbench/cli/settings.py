@@ -73,7 +73,7 @@ class Train(Common):
         callbacks: the callbacks group: name -> node; null switches one off.
         logger: the logger group: name -> node; null switches one off.
         resume: continue a run: last, best, a step number, the path of a checkpoint or run folder; auto is last if there is one.
-        exact_match: rows of the evaluation data answered before and after training, where answers can be checked; 0 is off.
+        exact_match: evaluation rows answered before, during and after training, where answers are short; 0 is off.
         save_model: write <run_dir>/model in the end, which transformers loads.
         push_to_hub: repository id to upload the saved model to; null does not upload.
         matmul_precision: precision of fp32 products on CUDA: highest is exact, high uses TF32.
@@ -87,7 +87,7 @@ class Train(Common):
     callbacks: Callbacks | None = None
     logger: Loggers | None = None
     resume: str | int | None = None
-    exact_match: int = 256
+    exact_match: int = 0
     save_model: bool = True
     push_to_hub: str | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
