@@ -263,9 +263,9 @@ def base_spec(spec: ModelSpec, adapter: str | os.PathLike) -> ModelSpec:
     Raises:
         UserError: the adapter does not say.
     """
-    read = {"name": _read_json(Path(adapter, "adapter_config.json")).get("base_model_name_or_path")}
+    read = {"name": read_json(Path(adapter, "adapter_config.json")).get("base_model_name_or_path")}
     if Path(adapter, BASE_FILE).is_file():
-        read = {key: value for key, value in _read_json(Path(adapter, BASE_FILE)).items() if key in BASE_FIELDS}
+        read = {key: value for key, value in read_json(Path(adapter, BASE_FILE)).items() if key in BASE_FIELDS}
     if not read["name"]:
         raise UserError(
             f"The adapter in {adapter} does not name its base; give that as model.name and {adapter} as peft.adapter."
@@ -365,14 +365,9 @@ def _build_random(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _load_adapter(spec: ModelSpec, path: str) -> nn.Module:
-    from workbench.models.peft import PeftSpec, apply_peft
-    from workbench.models.tokenizer import grow_embeddings
+    from workbench.models.peft import PeftSpec, apply_peft  # which stands on this module
 
-    model = load_model(base_spec(spec, path))
-    rows = _read_json(Path(path, BASE_FILE)).get("vocab_size") if Path(path, BASE_FILE).is_file() else None
-    if rows is not None:
-        grow_embeddings(model, rows, seed=record_of(model).spec.init_seed)
-    return apply_peft(model, PeftSpec(adapter=path)).eval()
+    return apply_peft(load_model(base_spec(spec, path)), PeftSpec(adapter=path)).eval()
 
 
 def _refuse_classifier(spec: ModelSpec, config: PreTrainedConfig) -> None:
@@ -390,7 +385,8 @@ def _weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; one line where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

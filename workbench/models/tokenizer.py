@@ -109,7 +109,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     """Ids at which a generation ends: the tokenizer's EOS, the template's turn terminator, and those of the model."""
     record = record_of(model)
     settings = record.generation_config if record else getattr(unwrap(model), "generation_config", None)
-    ids = [tokenizer.eos_token_id, turn_terminator(tokenizer), *_as_list(getattr(settings, "eos_token_id", None))]
+    ids = [tokenizer.eos_token_id, turn_terminator(tokenizer), *as_list(getattr(settings, "eos_token_id", None))]
     return list(dict.fromkeys(int(token) for token in ids if token is not None))
 
 
@@ -271,5 +271,6 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
     log.info("The tokenizer has no padding token: %r pads, and is trained wherever it is text.", tokenizer.pad_token)
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
+def as_list(value: int | list[int] | None) -> list[int]:
+    """The ids in a config's token setting: none, one or several."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
