@@ -152,12 +152,22 @@ class _Walker:
             if key in allowed:
                 self.value(name, value, allowed[key])
             elif not spec["additionalProperties"]:
-                raise UserError(_unknown(name, key, allowed, owner))
+                raise UserError(_unknown(name, key, allowed, owner, self._deeper(path, key, allowed)))
         if values.get("_partial_"):
             return
         for key in spec["required"]:
             if key not in values and key not in provided:
                 raise UserError(_required(f"{path}.{key}" if path else key, allowed.get(key, {})))
+
+    def _deeper(self, path: str, key: Any, allowed: dict) -> str | None:
+        """Where a node below has this very key."""
+        for name, spec in allowed.items():
+            for option in spec.get("anyOf", [spec]):
+                inner = option.get("$ref") or option.get("target", "")
+                definition = self.define(inner) if inner.startswith(schema.OWN) else None
+                if definition is not None and key in definition["properties"]:
+                    return f"{path}.{name}.{key}" if path else f"{name}.{key}"
+        return None
 
     def node(self, path: str, value: dict) -> None:
         """Checks one ``_target_`` node."""
@@ -248,8 +258,8 @@ def _numeric_hint(value: Any, words: list[str]) -> str:
     return ""
 
 
-def _unknown(name: str, key: Any, allowed: dict, owner: str) -> str:
-    hint = nearest(str(key), allowed)
+def _unknown(name: str, key: Any, allowed: dict, owner: str, deeper: str | None) -> str:
+    hint = f" Did you mean {deeper!r}?" if deeper else nearest(str(key), allowed)
     listed = "" if hint else f" Options: {', '.join(allowed)}."
     return f"{name} is not an option of {owner}.{hint}{listed}"
 

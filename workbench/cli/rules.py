@@ -115,7 +115,7 @@ def _deepspeed_on_cpu(cfg: dict) -> str | None:
 @rule(*TRAINING)
 def _bad_layout_for_padding(cfg: dict) -> str | None:
     if _get(cfg, "method.layout") == "packed" and _get(cfg, "method.pad_to_multiple_of") is not None:
-        return "method.pad_to_multiple_of has no effect with method.layout=packed, which pads nothing: set one of the two to its default."
+        return "method.pad_to_multiple_of has no effect with method.layout=packed, which pads nothing: set it to null."
     return None
 
 
