@@ -1,0 +1,137 @@
+"""Where rows come from: hub names, local files, saved data sets, functions, the embedded world, objects in memory.
+
+`load_source` turns any of them, or a mixture, into one `datasets.Dataset` (or ``IterableDataset``). Values are those of the
+source. Nested values that Arrow would change (and in streams all nested values) are kept as marked JSON text, so read rows
+with `workbench.data.formats.normalise_row`, or with `workbench.data.jsontext.decode_row` where the type does not matter.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, Value
+
+from workbench.data.conversions import column_names, convert, iterate, refuse_transformed
+from workbench.data.imports import import_object
+from workbench.data.jsontext import decode_row
+from workbench.data.mixtures import Interleave, mix
+from workbench.data.source_loaders import load_rows
+from workbench.data.source_spec import SourceSpec, is_mixture, make_spec
+from workbench.data.splits import limit_rows, split_off
+from workbench.errors import UserError, nearest
+
+__all__ = ["SourceSpec", "load_source", "split_off"]
+
+Rows = Dataset | IterableDataset
+_MIXTURE_OPTIONS = ("sources", "interleave", "source_column")
+_SHUFFLE_BUFFER = 10_000  # rows of a stream that are shuffled at a time
+
+
+def load_source(
+    spec: Any,
+    *,
+    split: str = "train",
+    streaming: bool = False,
+    seed: int = 0,
+    interleave: Interleave | None = None,
+    source_column: str | None = None,
+) -> Rows:
+    """Rows of a source or a mixture.
+
+    Args:
+        spec: a path or name as in `SourceSpec`, a mapping of its fields, rows or a data set in memory, a list of sources to
+            mix, or a mapping ``{sources, interleave, source_column}``.
+        split: the split to take where a source has several and names none itself.
+        streaming: an ``IterableDataset`` that reads rows as they are needed.
+        seed: of the mixture, and of functions and tasks that take one.
+        interleave: how to mix, see `workbench.data.mixtures.mix`.
+        source_column: name of a column to add that tells each row's source.
+
+    Raises:
+        UserError: one line that names the source and what is wrong with it.
+    """
+    if type(spec) is dict and "sources" in spec:
+        unknown = next((key for key in spec if key not in _MIXTURE_OPTIONS), None)
+        if unknown is not None:
+            hint = nearest(unknown, _MIXTURE_OPTIONS)
+            raise UserError(f"Mixture option {unknown!r} is not known.{hint} Allowed: {', '.join(_MIXTURE_OPTIONS)}.")
+        interleave = spec.get("interleave", interleave)
+        source_column = spec.get("source_column", source_column)
+        spec = list(spec["sources"])
+    mixture = is_mixture(spec)
+    specs = [make_spec(item) for item in spec] if mixture else [make_spec(spec)]
+    if not mixture and (interleave is not None or specs[0].weight is not None):
+        raise UserError("interleave and weight have no effect on a single source; give a list of sources.")
+    loaded = [_load_one(s, split, streaming, seed, source_column) for s in specs]
+    if not mixture:
+        return loaded[0]
+    return mix(loaded, [s.label for s in specs], [s.weight for s in specs], interleave, seed)
+
+
+def _load_one(spec: SourceSpec, split: str, streaming: bool, seed: int, source_column: str | None) -> Rows:
+    rows = load_rows(spec, split, streaming, seed)
+    refuse_transformed(rows)
+    if isinstance(rows, Dataset):
+        rows = rows.with_format(None)
+        rows = rows.to_iterable_dataset() if streaming else rows
+    elif not streaming:
+        raise UserError(f"Source {spec.label} is a stream; set data.streaming=true to train from it.")
+    return _add_source(_apply_options(rows, spec), spec, source_column)
+
+
+def _apply_options(rows: Rows, spec: SourceSpec) -> Rows:
+    if spec.columns:
+        rows = _rename(rows, spec)
+    _refuse_empty(rows, spec, "holds no row")
+    if spec.filter is not None:
+        keep = import_object(spec.filter) if isinstance(spec.filter, str) else spec.filter
+        rows = _filter(rows, partial(_keeps, keep=keep))
+        _refuse_empty(rows, spec, f"holds no row that the filter {spec.filter} keeps")
+    if spec.shuffle is not None:
+        rows = rows.shuffle(seed=spec.shuffle, **({} if isinstance(rows, Dataset) else {"buffer_size": _SHUFFLE_BUFFER}))
+    if spec.limit is not None:
+        rows = limit_rows(rows, spec.limit, spec.label)
+    return rows if spec.convert is None else convert(rows, spec.convert)
+
+
+def _refuse_empty(rows: Rows, spec: SourceSpec, what: str) -> None:
+    empty = not len(rows) if isinstance(rows, Dataset) else next(iter(rows.take(1)), None) is None
+    if empty:
+        raise UserError(f"Source {spec.label} {what}.")
+
+
+def _rename(rows: Rows, spec: SourceSpec) -> Rows:
+    present = column_names(rows)
+    for old, new in spec.columns.items():
+        if old not in present:
+            hint = nearest(old, present)
+            raise UserError(f"Source {spec.label} has no column {old!r} to rename.{hint} Present: {', '.join(present)}.")
+        if new in present and new not in spec.columns:
+            raise UserError(f"Source {spec.label} already has a column {new!r}; rename that one too, or choose another name.")
+    return rows.rename_columns(dict(spec.columns))
+
+
+def _filter(rows: Rows, keep: Callable[[dict], bool]) -> Rows:
+    if isinstance(rows, IterableDataset):
+        return rows.filter(keep)
+    # by index, so that the fingerprint tells what was kept and not what the function is called
+    return rows.select([index for index, row in enumerate(iterate(rows)) if keep(row)])
+
+
+def _keeps(row: dict, keep: Callable[[dict], Any]) -> bool:
+    return bool(keep(decode_row(row)))
+
+
+def _add_source(rows: Rows, spec: SourceSpec, column: str | None) -> Rows:
+    if column is None:
+        return rows
+    if column in column_names(rows):
+        raise UserError(f"source_column={column!r} is already a column of {spec.label}; choose another name.")
+    if isinstance(rows, Dataset):
+        return rows.add_column(column, [spec.label] * len(rows))
+    features = Features({**rows.features, column: Value("string")})
+    return rows.map(partial(_with_column, column=column, value=spec.label), features=features)
+
+
+def _with_column(row: dict, column: str, value: str) -> dict:
+    return {**row, column: value}
