@@ -3,8 +3,6 @@
 import json
 import math
 import socket
-import subprocess
-import sys
 import uuid
 
 import lightning as L
@@ -164,49 +162,15 @@ def test_another_folder_in_the_same_process_is_refused(project, tmp_path):
         _ = TrackioLogger(project, dir=str(tmp_path)).experiment
 
 
-_CRASH = """
-import sys
-import lightning as L, torch
-from torch.utils.data import DataLoader
-from workbench.loggers.trackio import TrackioLogger
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        if self.global_step == 3:
-            raise RuntimeError("boom")
-        loss = self.layer(batch).sum()
-        self.log("train/loss", loss)
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-logger = TrackioLogger("p", "run", dir=sys.argv[1], save_dir=sys.argv[1])
-trainer = L.Trainer(max_steps=9, logger=logger, log_every_n_steps=1, accelerator="cpu", enable_checkpointing=False,
-                    enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
-try:
-    trainer.fit(Module(), DataLoader(torch.ones(9, 1)))
-finally:
-    from trackio.sqlite_storage import SQLiteStorage
-    print([row["step"] for row in SQLiteStorage.get_logs("p", "run")], SQLiteStorage.get_project_db_path("p").parent)
-"""
-
-
-@pytest.mark.slow
-def test_a_crash_loses_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", _CRASH, str(tmp_path)], capture_output=True, text=True)
-    assert "boom" in done.stderr
-    assert done.stdout.split("\n")[-2] == f"[0, 1, 2] {tmp_path}"
-
-
 class _Module(L.LightningModule):
-    def __init__(self):
+    def __init__(self, crash_at=None):
         super().__init__()
+        self.crash_at = crash_at
         self.layer = torch.nn.Linear(1, 1)
 
     def training_step(self, batch, batch_idx):
+        if self.global_step == self.crash_at:
+            raise RuntimeError("boom")
         loss = self.layer(batch).sum()
         self.log_dict({"train/loss": loss, "step": float(self.global_step + 1)})
         return loss
@@ -218,9 +182,8 @@ class _Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_under_a_trainer(project, tmp_path):
-    logger = TrackioLogger(project, "run", str(tmp_path))
-    trainer = L.Trainer(
+def _trainer(logger, folder):
+    return L.Trainer(
         max_epochs=1,
         logger=logger,
         log_every_n_steps=1,
@@ -229,10 +192,19 @@ def test_under_a_trainer(project, tmp_path):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=str(tmp_path),
+        default_root_dir=str(folder),
     )
+
+
+def test_under_a_trainer(project, tmp_path):
     loader = DataLoader(torch.ones(6, 1))
-    trainer.fit(_Module(), loader, loader)
+    _trainer(TrackioLogger(project, "run", str(tmp_path)), tmp_path).fit(_Module(), loader, loader)
     points = _points(project, "run")
     assert [p["step"] for p in points if "train/loss" in p] == [1, 2, 3]
     assert [(p["step"], p["val/loss"]) for p in points if "val/loss" in p] == [(3, 7.0)]
+
+
+def test_a_crash_loses_nothing(project, tmp_path):
+    with pytest.raises(RuntimeError, match="boom"):
+        _trainer(TrackioLogger(project, "run"), tmp_path).fit(_Module(crash_at=2), DataLoader(torch.ones(6, 1)))
+    assert [p["step"] for p in _points(project, "run")] == [1, 2]
