@@ -1,7 +1,6 @@
 """`MicroBatch`: what one forward pass gets, ragged and free of any layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -29,9 +28,10 @@ class Role(IntEnum):
 SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
 
 
-@dataclass
 class MicroBatch:
     """A forest of token segments.
+
+    No dataclass: Lightning's half-precision plugins cast every float tensor of one, which would round weights and log-probabilities.
 
     N tokens in S segments of R rows. A segment with a parent continues the parent's context (a completion its prompt); one
     without starts a sequence. Tokens of a segment lie together, in order.
@@ -49,16 +49,30 @@ class MicroBatch:
         k: which of the step's ``norm.num_micro`` micro-batches on this rank.
     """
 
-    tokens: Tensor
-    weights: Tensor
-    starts: Tensor
-    parent: Tensor
-    row: Tensor
-    role: Tensor
-    norm: Normalisers
-    step: int = 0
-    k: int = 0
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        *,
+        tokens: Tensor,
+        weights: Tensor,
+        starts: Tensor,
+        parent: Tensor,
+        row: Tensor,
+        role: Tensor,
+        norm: Normalisers,
+        step: int = 0,
+        k: int = 0,
+        extras: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.weights = weights
+        self.starts = starts
+        self.parent = parent
+        self.row = row
+        self.role = role
+        self.norm = norm
+        self.step = step
+        self.k = k
+        self.extras = extras or {}
 
     @property
     def is_empty(self) -> bool:
@@ -100,10 +114,9 @@ class MicroBatch:
 
     def to(self, device: Any, **kwargs: Any) -> "MicroBatch":
         """The same micro-batch on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, **kwargs) if isinstance(v, Tensor) else v for k, v in moved.items()}
+        moved = {k: v.to(device, **kwargs) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
         moved["extras"] = {k: v.to(device, **kwargs) for k, v in self.extras.items()}
-        return replace(self, **moved)
+        return MicroBatch(**moved)
 
     @classmethod
     def from_rows(

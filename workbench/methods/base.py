@@ -158,14 +158,21 @@ class Method(L.LightningModule):
         """Finishes the step's metrics; the gradient norm is that before clipping."""
         if self._closing and not is_deepspeed(self.trainer.strategy):
             self._finish_step(ckpt.total_norm(self).item())
+            self._log_step(self.trainer.global_step + 1)
 
-    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
-        """DeepSpeed alone knows the norm only after its step."""
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; DeepSpeed, which calls it for every micro-batch, knows the norm only after its own step."""
+        super().optimizer_step(*args, **kwargs)
         if self._closing and is_deepspeed(self.trainer.strategy):
             norm = self.trainer.strategy.deepspeed_engine.get_global_grad_norm()
-            self._finish_step(float(norm) if norm is not None else float("nan"), done=1)
+            self._finish_step(float("nan") if norm is None else float(norm))
 
-    def _finish_step(self, grad_norm: float, *, done: int = 0) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
+        """Logs what `optimizer_step` may not."""
+        if self._closing and is_deepspeed(self.trainer.strategy):
+            self._log_step(self.trainer.global_step)
+
+    def _finish_step(self, grad_norm: float) -> None:
         metrics = self._meter.compute(self.device, data_parallel_group(self.trainer.strategy))
         now = time.perf_counter()
         tokens = metrics.pop("num_tokens", 0.0)
@@ -179,8 +186,9 @@ class Method(L.LightningModule):
         self._last_time = now
         self._check_finite(metrics)
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
-        step = float(self.trainer.global_step + 1 - done)
-        self.log_dict({**self.step_metrics, "step": step}, on_step=True, on_epoch=False, batch_size=1)
+
+    def _log_step(self, step: int) -> None:
+        self.log_dict({**self.step_metrics, "step": float(step)}, on_step=True, on_epoch=False, batch_size=1)
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
@@ -228,19 +236,19 @@ class Method(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps trained weights only, names optimizer states by parameter, and notes what the position refers to."""
-        if checkpoint.get("state_dict"):
+        if not is_deepspeed(self.trainer.strategy):  # its engine writes and reads weights and optimizer itself
             checkpoint["state_dict"] = ckpt.keep_trained(checkpoint["state_dict"], self)
-        checkpoint["optimizer_states"] = [
-            s if not s or ckpt.is_named(s) else ckpt.ids_to_names(s, self) for s in checkpoint.get("optimizer_states", [])
-        ]
+            states = checkpoint.get("optimizer_states", [])
+            checkpoint["optimizer_states"] = [s if not s or ckpt.is_named(s) else ckpt.ids_to_names(s, self) for s in states]
         checkpoint[KEY] = {"num_tokens": self.num_tokens, "data": self.trainer.datamodule.identity()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Checks a checkpoint against this run and moves its position to this run's micro-batches."""
-        if "state_dict" in checkpoint:
-            ckpt.check_trained(checkpoint["state_dict"], self)
-        if checkpoint.get("optimizer_states") and data_parallel_mesh(self.trainer.strategy) is None:
-            checkpoint["optimizer_states"] = [ckpt.names_to_ids(s, self) for s in checkpoint["optimizer_states"]]
+        if not is_deepspeed(self.trainer.strategy):
+            if "state_dict" in checkpoint:  # FSDP2 has loaded it before
+                ckpt.check_trained(checkpoint["state_dict"], self)
+            if checkpoint.get("optimizer_states") and data_parallel_mesh(self.trainer.strategy) is None:
+                checkpoint["optimizer_states"] = [ckpt.names_to_ids(s, self) for s in checkpoint["optimizer_states"]]
         saved = checkpoint.get(KEY, {})
         self.num_tokens = saved.get("num_tokens", 0)
         if self.trainer.state.fn == "fit":
