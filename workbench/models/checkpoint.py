@@ -51,7 +51,7 @@ def readable_errors(spec: "ModelSpec", location: Location) -> Iterator[None]:
         raise _explain(spec, location, error) from error
 
 
-def check_complete(spec: "ModelSpec", model: PreTrainedModel, info: dict[str, Any], may_lack: Callable[[str], bool]) -> None:
+def check_complete(spec: "ModelSpec", model: PreTrainedModel, info: dict[str, Any], may_differ: Callable[[str], bool]) -> None:
     """Raises `UserError` where the loading report ``info`` tells of weights that are missing or of another shape."""
     kind = type(model).__name__
     if info["mismatched_keys"]:
@@ -63,13 +63,13 @@ def check_complete(spec: "ModelSpec", model: PreTrainedModel, info: dict[str, An
         )
     if info.get("error_msgs"):
         raise UserError(f"Checkpoint {spec.name!r} could not be read into {kind}: {info['error_msgs'][0]}")
-    if missing := sorted(key for key in info["missing_keys"] if not may_lack(key)):
+    if missing := sorted(key for key in info["missing_keys"] if not may_differ(key)):
         listed = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise UserError(
             f"Checkpoint {spec.name!r} lacks {len(missing)} weight{'s' * (len(missing) > 1)} of {kind} ({listed}), "
             "which would be random; complete it, or start afresh with init='random'."
         )
-    if unexpected := sorted(info["unexpected_keys"]):
+    if unexpected := sorted(key for key in info["unexpected_keys"] if not may_differ(key)):
         count, some = len(unexpected), ", ".join(unexpected[:3])
         log.warning("Checkpoint %r holds %d weights that %s has no place for: %s.", spec.name, count, kind, some)
 

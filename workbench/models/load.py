@@ -142,7 +142,7 @@ def load_model(spec: str | ModelSpec | PreTrainedModel) -> PreTrainedModel:
     if isinstance(spec, nn.Module):
         return spec
     spec = as_spec(spec)
-    location = _locate(spec)
+    location = locate_spec(spec)
     if location.kind == "adapter":
         return _load_adapter(spec, location.path)
     if location.kind == "tiny":
@@ -152,7 +152,7 @@ def load_model(spec: str | ModelSpec | PreTrainedModel) -> PreTrainedModel:
     else:
         config = load_config(spec)
         _refuse_classifier(spec, config)
-        model = from_pretrained(spec, location, causal_class(config))
+        model, _ = read_checkpoint(spec, location, causal_class(config))
     return stamp(model, spec)
 
 
@@ -161,7 +161,7 @@ def load_config(spec: str | ModelSpec | PreTrainedModel) -> PreTrainedConfig:
     if isinstance(spec, nn.Module):
         return spec.config
     spec = as_spec(spec)
-    location = _locate(spec)
+    location = locate_spec(spec)
     if location.kind == "tiny":
         from workbench.tiny.model import tiny_config
 
@@ -179,22 +179,25 @@ def load_config(spec: str | ModelSpec | PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def from_pretrained(
+def read_checkpoint(
     spec: ModelSpec,
     location: Location,
     model_class: Any,
     *,
-    may_lack: Callable[[str], bool] = lambda key: False,
+    may_differ: Callable[[str], bool] = lambda key: False,
     **config_values: Any,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, set[str]]:
     """``model_class.from_pretrained`` for a located checkpoint, where nothing may be missing, cut or of another shape.
 
     Args:
         spec: loading options.
         location: of kind ``directory``, ``gguf`` or ``hub``.
         model_class: a transformers model or auto class.
-        may_lack: tells by key which weights the checkpoint may lack.
+        may_differ: tells by key which weights the checkpoint may lack or hold for another kind of model.
         config_values: set in the config.
+
+    Returns:
+        The model, and the keys that the checkpoint lacked.
     """
     path = str(gguf.convert(Path(location.path))) if location.kind == "gguf" else location.path
     with readable_errors(spec, location), quiet(progress=_weight_bytes(path) > _SHOW_PROGRESS_ABOVE):
@@ -210,8 +213,8 @@ def from_pretrained(
             **(spec.init_kwargs or {}),
             **config_values,
         )
-    check_complete(spec, model, info, may_lack)
-    return model
+    check_complete(spec, model, info, may_differ)
+    return model, set(info["missing_keys"])
 
 
 def causal_class(config: PreTrainedConfig) -> Any:
@@ -289,7 +292,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _locate(spec: ModelSpec) -> Location:
+def locate_spec(spec: ModelSpec) -> Location:
+    """Where ``spec`` points to; options that cannot act there are errors."""
     location = locate(spec.name, gguf_file=spec.gguf_file, revision=spec.revision)
     if spec.revision is not None and location.kind != "hub" and spec.gguf_file is None:
         raise UserError(f"model.revision={spec.revision!r} has no effect: {spec.name!r} is not read from the hub.")
