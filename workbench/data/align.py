@@ -1,0 +1,121 @@
+"""Texts to token ids, and characters to tokens of the same tokenisation."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from workbench.data.skeleton import common_length
+from workbench.errors import UserError
+
+
+class Encoded(Protocol):
+    """One text's tokens."""
+
+    ids: np.ndarray
+
+    def tokens_in(self, start: int, end: int) -> tuple[int, int]:
+        """Range of the tokens that hold any character of ``start:end``."""
+        ...
+
+
+@dataclass
+class WithOffsets:
+    """Tokens with the characters of each, from a fast tokenizer.
+
+    Characters that the tokenizer leaves out of its offsets (a space joined to the next word) count to the token after.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> "WithOffsets":
+        pairs = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        ends = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
+        starts = np.minimum(pairs[:, 0], np.concatenate([[0], ends[:-1]])) if len(pairs) else pairs[:, 0]
+        return cls(np.array(ids, dtype=np.int32), starts, ends)
+
+    def tokens_in(self, start: int, end: int) -> tuple[int, int]:
+        return int(np.searchsorted(self.ends, start, "right")), int(np.searchsorted(self.starts, end, "left"))
+
+
+@dataclass
+class WithoutOffsets:
+    """Tokens of a tokenizer that tells no offsets: a boundary is where the tokens of the text before it end."""
+
+    ids: np.ndarray
+    text: str
+    tokenizer: PreTrainedTokenizerBase
+    _counts: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+    def tokens_in(self, start: int, end: int) -> tuple[int, int]:
+        last, clean = self._before(end)
+        return self._before(start)[0], last if clean else last + 1
+
+    def _before(self, place: int) -> tuple[int, bool]:
+        """Tokens that lie wholly before ``place``, and whether one of them ends there."""
+        if place >= len(self.text):
+            return len(self.ids), True
+        if place not in self._counts:
+            alone = self.tokenizer.encode(self.text[:place], add_special_tokens=False)
+            common = common_length(alone, self.ids.tolist())
+            self._counts[place] = common, common == len(alone)
+        return self._counts[place]
+
+
+class TextEncoder:
+    """Tokenises texts in batches, and knows what the tokenizer puts around a plain text.
+
+    Args:
+        tokenizer: any tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.prefix, after = _added(tokenizer)
+        self.suffix = [i for i in after if i != self.eos]
+
+    def encode(self, texts: Iterable[str], offsets: bool = True) -> list[Encoded]:
+        """Token ids of each text as it stands (no special tokens added). ``offsets``: places will be asked for."""
+        texts = list(texts)
+        if not texts:
+            return []
+        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        if self.tokenizer.is_fast and offsets:
+            out = self.tokenizer(texts, return_offsets_mapping=True, return_token_type_ids=False, **options)
+            return [WithOffsets.of(i, o) for i, o in zip(out["input_ids"], out["offset_mapping"], strict=True)]
+        ids = self.tokenizer(texts, return_token_type_ids=False, **options)["input_ids"]
+        return [WithoutOffsets(np.array(i, dtype=np.int32), t, self.tokenizer) for i, t in zip(ids, texts, strict=True)]
+
+    def around(self, ids: np.ndarray, *, end: bool) -> tuple[list[int], int, list[int], bool]:
+        """What makes a plain text's ``ids`` a sequence.
+
+        Returns:
+            ids to put before, number of ids to take off the front, ids to put after, and whether the text brought a
+            start token of its own on top of the tokenizer's.
+        """
+        own = int(self.bos is not None and len(ids) > 0 and ids[0] == self.bos)
+        doubled = bool(own and self.prefix and self.prefix[-1] == self.bos)
+        after = list(self.suffix)
+        if end:
+            if self.eos is None:
+                raise UserError("The tokenizer has no end-of-sequence token, which text rows need: set model.eos_token.")
+            ended = len(ids) > 0 and ids[-1] == self.eos and not after
+            after += [] if ended else [self.eos]
+        return self.prefix, int(doubled), after, doubled
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer puts before and after a text."""
+    probes = ("a", "1", ".", *(t for t in tokenizer.get_vocab() if t not in tokenizer.all_special_tokens))
+    text = next((p for p in probes if tokenizer.encode(p, add_special_tokens=False)), "")
+    inner, outer = (tokenizer.encode(text, add_special_tokens=flag) for flag in (False, True))
+    at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), None)
+    if at is None:
+        raise UserError(f"The tokenizer ({type(tokenizer).__name__}) changes a text when it adds its special tokens.")
+    return outer[:at], outer[at + len(inner) :]

@@ -1,0 +1,290 @@
+"""Rows to features: the ids, weights and segments of one prepared row.
+
+Tokens are cut here and nowhere else: each sequence on its own, before any batch exists.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from workbench.data.align import Encoded, TextEncoder
+from workbench.data.batch import Role
+from workbench.data.chat import ChatRenderer
+from workbench.data.drafts import Draft, Drafter, Flag, RowDraft
+from workbench.data.formats import drop_reason, normalise_row
+from workbench.data.spec import PrepareSpec
+from workbench.data.targets import END
+from workbench.errors import UserError
+
+REASONS = ("", "bad_row", "untrained", "cut_away", "too_long", "identical_pair", "empty")
+_COLUMNS = {
+    "input_ids": pa.list_(pa.int32()),
+    "weights": pa.list_(pa.float32()),
+    "lengths": pa.list_(pa.int32()),
+    "parents": pa.list_(pa.int32()),
+    "roles": pa.list_(pa.int32()),
+}
+_EXTRAS = {
+    "preference": {"margin": pa.float32()},
+    "unpaired_preference": {"label": pa.bool_()},
+    "stepwise_supervision": {"labels": pa.list_(pa.float32())},
+}
+_NOTES = {"_flags": pa.int32(), "_reason": pa.int8(), "_note": pa.string()}
+
+
+@dataclass
+class Sequence_:
+    """One tokenised text.
+
+    Args:
+        ids: token ids ``[n]``.
+        weights: weight of predicting each ``[n]``.
+        boundary: number of tokens before the completion.
+        steps: number of tokens up to each step's end.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    boundary: int
+    steps: list[int]
+
+    @property
+    def trained(self) -> bool:
+        """Whether a token is trained; the first one has no context."""
+        return bool(self.weights[1:].any())
+
+    def cut(self, limit: int, keep_end: bool) -> "Sequence_":
+        """The first or last ``limit`` tokens."""
+        if not keep_end:
+            steps = [s for s in self.steps if s <= limit]
+            size = steps[-1] if steps else limit
+            return Sequence_(self.ids[:size], self.weights[:size], min(self.boundary, size), steps)
+        off = len(self.ids) - limit
+        shifted = [max(0, s - off) for s in self.steps]
+        return Sequence_(self.ids[off:], self.weights[off:], max(0, self.boundary - off), shifted)
+
+
+@dataclass
+class Features:
+    """A prepared row, or the reason why there is none."""
+
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    lengths: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    flags: Flag = Flag.NONE
+    reason: str = ""
+    note: str | None = None
+
+    def add(self, ids: np.ndarray, weights: np.ndarray, parent: int, role: Role) -> "Features":
+        """Appends a segment."""
+        weights = weights.astype(np.float32)
+        if parent < 0:
+            weights[:1] = 0.0
+        self.ids, self.weights = np.concatenate([self.ids, ids]), np.concatenate([self.weights, weights])
+        self.lengths.append(len(ids))
+        self.parents.append(parent)
+        self.roles.append(int(role))
+        return self
+
+
+class RowPreparer:
+    """Makes features of batches of raw rows; picklable, the same in every process.
+
+    Args:
+        tokenizer: with its chat template.
+        spec: how rows are prepared.
+        data_type: type of the rows.
+        columns: columns of the rows.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, spec: PrepareSpec, data_type: str, columns: Sequence[str] = ()
+    ) -> None:
+        self.spec = spec
+        self.data_type = data_type
+        self.encoder = TextEncoder(tokenizer)
+        self.renderer = ChatRenderer(tokenizer, chat_template_kwargs=spec.chat_template_kwargs, fold_system=spec.fold_system)
+        self.drafter = Drafter(
+            self.renderer,
+            data_type,
+            train_on=spec.train_on,
+            role_weights=spec.role_weights,
+            step_separator=spec.step_separator,
+        )
+        extras = _EXTRAS.get(data_type, {})
+        self.extras = {k: v for k, v in extras.items() if k != "margin" or "margin" in columns}
+
+    def features(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Features]:
+        """Features of raw rows; ``indices`` are their numbers for messages."""
+        drafted = [self._draft(row, i) for row, i in zip(rows, indices, strict=True)]
+        drafts = [d for row in drafted if isinstance(row, RowDraft) for d in row.drafts]
+        encoded = iter(self.encoder.encode([d.text for d in drafts]))
+        made = []
+        for row in drafted:
+            if isinstance(row, RowDraft):
+                made.append(self._finish(row, [self._tokens(d, next(encoded), row) for d in row.drafts]))
+            else:
+                made.append(row)
+        return made
+
+    def table(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> pa.Table:
+        """For ``Dataset.map``: one row of features and notes for each raw row, empty where it is dropped."""
+        rows = self.features(to_rows(batch), indices)
+        columns: dict[str, Any] = {
+            "input_ids": _lists([r.ids for r in rows], pa.int32()),
+            "weights": _lists([r.weights for r in rows], pa.float32()),
+        }
+        for name, kind in _COLUMNS.items():
+            if name not in columns:
+                columns[name] = pa.array([getattr(r, name) for r in rows], kind)
+        for name, kind in self.extras.items():
+            columns[name] = pa.array([r.extras.get(name) for r in rows], kind)
+        notes = [(int(r.flags), REASONS.index(r.reason), r.note) for r in rows]
+        for (name, kind), values in zip(_NOTES.items(), zip(*notes, strict=True), strict=True):
+            columns[name] = pa.array(values, kind)
+        return pa.table(columns)
+
+    def _draft(self, row: Mapping[str, Any], index: int) -> RowDraft | Features:
+        try:
+            normal = normalise_row(row, self.data_type, index=index, roles=self.spec.role_names)
+            reason = drop_reason(normal)
+            if reason:
+                return Features(reason=reason)
+            try:
+                return self.drafter.draft(normal)
+            except UserError as error:
+                columns = [c for c in ("messages", "prompt", "text") if c in normal]
+                raise UserError(f"Row {index}, column {columns[0]!r}: {error}") from None
+        except UserError as error:
+            if self.spec.on_bad_row == "error":
+                raise
+            return Features(reason="bad_row", note=str(error))
+
+    def _tokens(self, draft: Draft, encoded: Encoded, row: RowDraft) -> Sequence_:
+        """The draft tokenised, with its special tokens and weights."""
+        ids, weights = encoded.ids, np.zeros(len(encoded.ids), dtype=np.float32)
+        for start, end, weight in draft.spans:
+            first, last = encoded.tokens_in(start, min(end, len(draft.text)))
+            weights[first:last] = weight
+        boundary = encoded.tokens_in(draft.boundary, draft.boundary)[0] if draft.boundary else 0
+        steps = [encoded.tokens_in(0, end)[1] for end in draft.steps]
+        if not draft.plain:
+            starts_twice = len(ids) > 1 and ids[0] == ids[1] == self.encoder.bos
+            row.flags |= Flag.DOUBLE_BOS if starts_twice else Flag.NONE
+            return Sequence_(ids, weights, boundary, steps)
+        before, off, after, doubled = self.encoder.around(ids, end=draft.end)
+        row.flags |= Flag.DOUBLE_BOS if doubled else Flag.NONE
+        ends_trained = [s[2] for s in draft.spans if s[1] == END][-1:] or [0.0]
+        shift = len(before) - off
+        return Sequence_(
+            np.concatenate([np.array(before, np.int32), ids[off:], np.array(after, np.int32)]),
+            np.concatenate([np.zeros(len(before), np.float32), weights[off:], np.full(len(after), ends_trained[0], np.float32)]),
+            max(0, boundary + shift),
+            [max(0, s + shift) for s in steps],
+        )
+
+    def _finish(self, row: RowDraft, sequences: list[Sequence_]) -> Features:
+        """Truncates, judges and assembles."""
+        flags = row.flags
+        if self.data_type == "stepwise_supervision":
+            _mark_steps(sequences[0], row.extras)
+        trains = self.data_type != "prompt_only"
+        if trains and not all(s.trained for s in sequences):
+            return Features(flags=flags | Flag.UNTRAINED, reason="untrained")
+        limit = self.spec.row_limit
+        if limit is not None and any(len(s.ids) > limit for s in sequences):
+            if self.spec.truncation == "drop":
+                return Features(flags=flags, reason="too_long")
+            keep_end = self.spec.truncation == "keep_end"
+            lost_end = not keep_end and any(s.weights[limit:].any() for s in sequences)
+            sequences = [s.cut(limit, keep_end) if len(s.ids) > limit else s for s in sequences]
+            if trains and not all(s.trained for s in sequences):
+                return Features(flags=flags, reason="cut_away")
+            flags |= Flag.TRUNCATED | (Flag.CUT_TERMINATOR if lost_end else Flag.NONE)
+        if not len(sequences[0].ids):
+            return Features(flags=flags, reason="empty")
+        if len(sequences) == 2 and np.array_equal(sequences[0].ids, sequences[1].ids):
+            return Features(flags=flags, reason="identical_pair")
+        features = _ASSEMBLE[self.data_type](sequences, Features(extras=row.extras, flags=flags))
+        features.extras = {k: features.extras.get(k, 0.0) for k in self.extras}
+        return features
+
+
+def to_rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A batch of columns as rows."""
+    names = list(batch)
+    return [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _lists(arrays: list[np.ndarray], kind: pa.DataType) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), kind))
+
+
+def _mark_steps(sequence: Sequence_, extras: dict[str, Any]) -> None:
+    """Weight 1 on the last token of each step that has a label."""
+    ends = [sequence.boundary, *sequence.steps]
+    if any(a >= b for a, b in pairwise(ends)):
+        raise UserError("A step of a stepwise row has no token of its own: give it text, or another data.step_separator.")
+    for end, label in zip(sequence.steps, extras["labels"], strict=True):
+        sequence.weights[end - 1] = float(label != -100)
+
+
+def _text(sequences: list[Sequence_], features: Features) -> Features:
+    return features.add(sequences[0].ids, sequences[0].weights, -1, Role.TEXT)
+
+
+def _prompt(sequences: list[Sequence_], features: Features) -> Features:
+    return features.add(sequences[0].ids, sequences[0].weights, -1, Role.PROMPT)
+
+
+def _completion(sequences: list[Sequence_], features: Features) -> Features:
+    return _branches(sequences, sequences[0].boundary, features, (Role.COMPLETION,))
+
+
+def _pair(sequences: list[Sequence_], features: Features) -> Features:
+    """The prompt once, as far as the two renderings agree on its tokens; nothing shared: each side whole."""
+    chosen, rejected = sequences
+    size = min(chosen.boundary, rejected.boundary)
+    differs = chosen.ids[:size] != rejected.ids[:size]
+    shared = int(differs.argmax()) if differs.any() else size
+    return _branches(sequences, shared, features, (Role.CHOSEN, Role.REJECTED))
+
+
+def _branches(sequences: list[Sequence_], shared: int, features: Features, roles: tuple[Role, ...]) -> Features:
+    if shared:
+        features.add(sequences[0].ids[:shared], np.zeros(shared), -1, Role.PROMPT)
+    for sequence, role in zip(sequences, roles, strict=True):
+        features.add(sequence.ids[shared:], sequence.weights[shared:], 0 if shared else -1, role)
+    return features
+
+
+def _steps(sequences: list[Sequence_], features: Features) -> Features:
+    sequence = sequences[0]
+    if sequence.boundary:
+        features.add(sequence.ids[: sequence.boundary], sequence.weights[: sequence.boundary], -1, Role.PROMPT)
+    ends = [sequence.boundary, *sequence.steps]
+    labels = features.extras["labels"][: len(sequence.steps)]
+    kept = [(a, b, label) for a, b, label in zip(ends, ends[1:], labels, strict=True) if b > a]
+    for start, end, _ in kept:
+        features.add(sequence.ids[start:end], sequence.weights[start:end], len(features.lengths) - 1, Role.STEP)
+    features.extras = {"labels": [label for *_, label in kept]}
+    return features
+
+
+_ASSEMBLE = {
+    "language_modeling": _text,
+    "prompt_completion": _text,
+    "prompt_only": _prompt,
+    "preference": _pair,
+    "unpaired_preference": _completion,
+    "stepwise_supervision": _steps,
+}
