@@ -21,11 +21,12 @@ from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_scheduler, parameter_groups
 from workbench.methods.resume import KEY, rewrite_position
 from workbench.models.layouts import Layout
-from workbench.models.load import ModelSpec, load_model, load_tokenizer, resize_embeddings
+from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
 from workbench.models.policy import Policy, disable_dropout, set_gradient_checkpointing, shard
 from workbench.models.probe import check_head, check_layout
 from workbench.models.save import save_pretrained
+from workbench.models.tokenizer import fit_vocabulary, load_tokenizer
 from workbench.strategies.info import data_parallel_group, data_parallel_mesh, is_deepspeed
 
 
@@ -46,7 +47,6 @@ class Method(L.LightningModule):
         pad_to_multiple_of: round row lengths up to a multiple.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
-        seed: of the weights that are made here (adapters, heads).
     """
 
     data_types: ClassVar[tuple[str, ...]] = ()
@@ -65,7 +65,6 @@ class Method(L.LightningModule):
         pad_to_multiple_of: int | None = None,
         scope: Scope = "step",
         compute_metrics: ComputeMetrics | None = None,
-        seed: int = 0,
     ) -> None:
         super().__init__()
         self.model_spec = ModelSpec(model) if isinstance(model, str) else model
@@ -78,7 +77,6 @@ class Method(L.LightningModule):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.scope: Scope = scope
         self.compute_metrics = compute_metrics
-        self.seed = seed
         self.policy: Policy | None = None
         self.step_metrics: dict[str, float] = {}
         self.num_tokens = 0
@@ -114,16 +112,16 @@ class Method(L.LightningModule):
     def build_policy(self) -> Policy:
         """The policy in training mode, on the CPU, not sharded."""
         model = load_model(self.model_spec)
-        resize_embeddings(model, self.tokenizer)
-        check_head(model)
-        check_layout(model, self.layout)
-        hf = model if self.peft_spec is None else apply_peft(model, self.peft_spec, seed=self.seed)
+        if isinstance(self.model_spec, ModelSpec):
+            fit_vocabulary(model, self.tokenizer, self.model_spec)
+        base = unwrap(model)
+        check_head(base)
+        check_layout(base, self.layout)
+        hf = apply_peft(model, self.peft_spec)
         if self.disable_dropout:
             disable_dropout(hf)
-        set_gradient_checkpointing(model, self.gradient_checkpointing)
-        parameter_groups(hf)  # Fails here, before any data is prepared, when nothing is trainable.
-        policy = Policy(hf, layout=self.layout, pad_to_multiple_of=self.pad_to_multiple_of)
-        return policy.train()
+        set_gradient_checkpointing(base, self.gradient_checkpointing)
+        return Policy(hf, layout=self.layout, pad_to_multiple_of=self.pad_to_multiple_of).train()
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:
         """The optimizer over trained parameters, and the schedule per optimizer step."""
@@ -260,7 +258,7 @@ class Method(L.LightningModule):
         """Writes a directory that ``from_pretrained`` of transformers (or peft, for an adapter) loads; a call for every rank."""
         state_dict = None
         if self._trainer is not None and data_parallel_mesh(self.trainer.strategy) is not None:
-            state_dict = self.trainer.strategy.gather_policy(self.policy)
+            state_dict = self.trainer.strategy.gather(self.policy.hf)
         if self._trainer is None or self.trainer.is_global_zero:
             save_pretrained(self.policy.hf, self.tokenizer, directory, state_dict=state_dict, **options)
         if self._trainer is not None:

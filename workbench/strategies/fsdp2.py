@@ -63,8 +63,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_optimizer_state_dict(self.model, optimizer, options=options)
 
-    def gather_policy(self, policy: nn.Module) -> dict[str, Any]:
-        """The whole state of the model under a policy, on rank 0 (empty elsewhere); every rank must call it."""
+    def gather(self, model: nn.Module) -> dict[str, Any]:
+        """The whole state of a sharded model, on rank 0 (empty elsewhere); every rank must call it."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        return get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
