@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import re
+import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from workbench.errors import UserError
-from workbench.models.gguf import first_line
+from workbench.models.gguf import READ_ERRORS, first_line, unreadable
 from workbench.models.locate import Location, explain_hub
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # What transformers, torch and safetensors raise on bad input; anything else is a fault of ours and keeps its traceback.
-LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
+LOAD_ERRORS = (
+    *(OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError),
+    *(SafetensorError, struct.error),
+)
 
 
 @contextlib.contextmanager
@@ -80,6 +84,8 @@ def _explain(spec: "ModelSpec", location: Location, error: BaseException) -> Use
         return UserError(f"Model {spec.name!r} brings its own code; read it, then set model.trust_remote_code=true to run it.")
     if spec.attn_implementation is not None and ("attn_implementation" in text or "lashAttention" in text):
         return UserError(f"model.attn_implementation={spec.attn_implementation!r} cannot be used here: {text}")
+    if location.kind == "gguf" and isinstance(error, READ_ERRORS):
+        return unreadable(location.path, error)
     if location.kind == "hub" and isinstance(error, OSError | ValueError):
         return explain_hub(spec.name, error)
     if isinstance(error, SafetensorError) or "deserializ" in text or "PytorchStreamReader" in text:

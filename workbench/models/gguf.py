@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Raise when the layout of a converted directory changes.
 FORMAT = 1
+# What a cut file, an unknown architecture or an unknown block type raise.
+READ_ERRORS = (ValueError, KeyError, IndexError, TypeError, RuntimeError, struct.error)
 
 
 def cache_home() -> Path:
@@ -67,6 +70,13 @@ def check_readable(file: Path) -> None:
             raise UserError(f"{file} is not a GGUF file (it does not start with 'GGUF'); copy or download it again.")
 
 
+def unreadable(file: str | os.PathLike, error: BaseException) -> UserError:
+    """The one line for a file that starts as GGUF does and then fails."""
+    return UserError(
+        f"{file} is damaged, or of a kind that transformers {transformers.__version__} cannot read: {first_line(error)}"
+    )
+
+
 def loading_kwargs(file: Path) -> dict[str, Any]:
     """Arguments with which transformers reads ``file`` from its folder, dequantised."""
     kwargs: dict[str, Any] = {"gguf_file": file.name}
@@ -84,8 +94,8 @@ def _convert_to(file: Path, target: Path) -> None:
         raise UserError(
             f"Converting {file} in {target.parent} failed: {first_line(error)}; set WORKBENCH_CACHE to another place."
         ) from error
-    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"transformers {transformers.__version__} cannot read {file}: {first_line(error)}") from error
+    except READ_ERRORS as error:
+        raise unreadable(file, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

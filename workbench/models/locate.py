@@ -117,7 +117,7 @@ def _on_disk(path: Path, gguf_file: str | None) -> Location:
         return Location("gguf", str(path))
     if gguf_file is not None:
         if not (path / gguf_file).is_file():
-            raise UserError(f"gguf_file={gguf_file!r}: {why_missing(path / gguf_file)}")
+            raise UserError(f"model.gguf_file={gguf_file!r}: {why_missing(path / gguf_file)}")
         return Location("gguf", str(path / gguf_file))
     if (path / "config.json").is_file():
         return Location("directory", str(path))
@@ -131,7 +131,7 @@ def _only_gguf(path: Path) -> Location:
     if len(files) == 1:
         return Location("gguf", str(files[0]))
     if files:
-        raise UserError(f"{path} holds several GGUF files; choose with gguf_file: {', '.join(f.name for f in files)}.")
+        raise UserError(f"{path} holds several GGUF files; choose with model.gguf_file: {', '.join(f.name for f in files)}.")
     held = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
     raise UserError(f"{path} holds no model: neither config.json nor adapter_config.json nor *.gguf (it holds {held}).")
 

@@ -132,6 +132,8 @@ def apply_peft(
         UserError: a name that matches nothing, an unreadable adapter, or nothing left to train.
     """
     if spec is None:
+        if getattr(model, "is_quantized", False):
+            raise UserError("model.quantization freezes the base, so there is nothing to train without an adapter (peft).")
         return _checked(model)
     if isinstance(spec, str):
         spec = PeftSpec(adapter=spec)
