@@ -91,7 +91,7 @@ def _no_type_message(columns: list[str], names: set[str], allowed: Sequence[str]
     wanted = tuple(allowed or DATA_TYPES)
     other = "" if allowed is None else next((t for t, sets in _SIGNATURES if any(s <= names for s in sets)), "")
     candidates = [s for t, sets in _SIGNATURES if t in wanted for s in sets]
-    best = max(candidates, key=lambda s: (len(s & names) / len(s), -len(s)))
+    best = max(candidates, key=lambda s: (sum(n in names or bool(_similar(n, columns)) for n in s) / len(s), len(s & names)))
     parts = [f"The columns {', '.join(columns) or '(none)'} "]
     parts.append(f"make {other}, but this needs {' or '.join(wanted)}." if other else "fit no data type.")
     parts.append(f" Nearest: {', '.join(sorted(best))}; missing: {', '.join(sorted(best - names))}.")

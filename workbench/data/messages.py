@@ -229,8 +229,8 @@ def normalise_tool_calls(value: Any, place: Place) -> list[dict[str, Any]]:
 
 
 def _normalise_arguments(arguments: Any, name: str, place: Place) -> dict:
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = _load_json(arguments, place, f"the arguments of tool call {name!r}")
+    if isinstance(arguments, str):
+        arguments = _load_json(arguments, place, f"the arguments of tool call {name!r}") if arguments.strip() else None
     if not isinstance(arguments or {}, Mapping):
         raise place.error(f"the arguments of tool call {name!r} are {short(arguments)}; expected an object.")
     return without_none(arguments or {})
@@ -241,8 +241,8 @@ def normalise_tools(value: Any, place: Place) -> list[dict[str, Any]]:
 
     A bare function schema is put into the usual ``{"type": "function", "function": ...}``.
     """
-    if isinstance(value, str) and value.strip():
-        value = _load_json(value, place, "a list of tools")
+    if isinstance(value, str):
+        value = _load_json(value, place, "a list of tools") if value.strip() else None
     tools = []
     for tool in [value] if isinstance(value, Mapping) else value or []:
         tool = _load_json(tool, place, "a tool") if isinstance(tool, str) else tool

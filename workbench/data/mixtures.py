@@ -37,9 +37,9 @@ def mix(datasets: list[Any], labels: list[str], weights: list[float | None], int
     check_choice("interleave", interleave, INTERLEAVE)
     if interleave == "concatenate" and any(w is not None for w in weights):
         raise UserError("weight has no effect with interleave=concatenate; use first_exhausted or all_exhausted.")
-    bad = next((f"{w} of {name}" for w, name in zip(weights, labels, strict=True) if w is not None and not w > 0), None)
-    if bad is not None:
-        raise UserError(f"weight {bad} must be above 0; leave a source out of the list to skip it.")
+    for weight, label in zip(weights, labels, strict=True):
+        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
+            raise UserError(f"weight={weight!r} of {label} must be a number above 0; to skip a source, leave it out.")
     datasets = unify(datasets, labels)
     if len(datasets) == 1:
         return datasets[0]

@@ -214,5 +214,5 @@ def _text_rows(handle: TextIO, sample_by: SampleBy) -> Iterator[dict]:
         parts: Any = (line.rstrip("\r\n") for line in handle)
     else:
         text = handle.read().replace("\r\n", "\n")
-        parts = [text] if sample_by == "document" else (p.strip("\n") for p in re.split(r"\n[ \t]*\n", text))
+        parts = [text] if sample_by == "document" else (p.strip("\n") for p in re.split(r"\n(?:[ \t]*\n)+", text))
     yield from ({"text": part} for part in parts if part.strip())

@@ -4,31 +4,29 @@ A *kind* describes the values of a column: None (no value yet), a scalar name, `
 ``("struct", ((key, kind), ...))`` or ``"json"``, the kind of values that Arrow could not hold unchanged.
 """
 
+import functools
 import itertools
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import pyarrow as pa
 from datasets import Dataset, Features, Image, List, Value
 from datasets.features.features import encode_nested_example, get_nested_type
 from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
 
+from workbench.cache import cache_home
 from workbench.data.jsontext import encode_value
 from workbench.errors import UserError
-
-log = logging.getLogger(__name__)
 
 Kind = Any
 Kinds = dict[str, Kind]
 Nested = Literal["keep", "encode"]
 PEEK = 1000  # rows of a stream that are looked at to learn its columns
-VERSION = 1  # of everything that decides what a cached file holds
 _BATCH = 1000
 _SCALARS = {bool: "bool", float: "float64", str: "string", bytes: "binary"}
 
@@ -163,7 +161,7 @@ def build(make_rows: Callable[[], Iterable[Mapping]], *, kinds: Kinds | None = N
         batches = _record_batches(make_rows(), kinds, features)
         if path is None:
             table = pa.Table.from_batches(batches, schema=features.arrow_schema)
-            return Dataset(datasets.table.InMemoryTable(table))
+            return Dataset(InMemoryTable(table))
         _write(path, features.arrow_schema, batches)
     dataset = Dataset.from_file(str(path))
     dataset._fingerprint = key  # the default one depends on the file's time, which differs between machines
@@ -171,13 +169,21 @@ def build(make_rows: Callable[[], Iterable[Mapping]], *, kinds: Kinds | None = N
 
 
 def cache_key(*parts: Any) -> str:
-    """Name in the cache for what is made of ``parts``."""
-    return Hasher.hash((*parts, VERSION))
+    """Name in the cache for what the code of this package makes of ``parts``."""
+    return Hasher.hash((*parts, _code_hash()))
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Of the files that decide what a cached file holds, so that a change in them makes it anew."""
+    folder = Path(__file__).parent
+    names = ("conversions", "formats", "images", "jsontext", "messages", "mixtures", "pairs", "readers", "rows")
+    return Hasher.hash([(folder / f"{name}.py").read_bytes() for name in names])
 
 
 def cache_dir() -> Path:
-    """Where rows read from files are kept as Arrow files: ``workbench`` in the cache of `datasets`."""
-    return Path(datasets.config.HF_DATASETS_CACHE) / "workbench"
+    """Where rows read from files are kept as Arrow files."""
+    return cache_home() / "rows"
 
 
 def _record_batches(rows: Iterable[Mapping], kinds: Kinds, features: Features) -> Iterator[pa.RecordBatch]:
@@ -220,17 +226,17 @@ def _is_unicode(value: Any) -> bool:
 
 def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     """Writes under a temporary name and renames, so that neither a kill nor another process leaves half a file."""
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    except OSError as error:
-        raise UserError(f"Cannot write to the data cache {path.parent}: {error.strerror}. Set HF_DATASETS_CACHE.") from None
-    try:
         with os.fdopen(handle, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"Cannot write to the data cache {path.parent}: {error.strerror}. Set HF_DATASETS_CACHE.") from None
+        why = error.strerror or error
+        raise UserError(f"Cannot write to the data cache {path.parent} ({why}); set WORKBENCH_CACHE to another place.") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -108,7 +108,8 @@ def _rename(rows: Rows, spec: SourceSpec) -> Rows:
             raise UserError(f"Source {spec.label} has no column {old!r} to rename.{hint} Present: {', '.join(present)}.")
         if new in present and new not in spec.columns:
             raise UserError(f"Source {spec.label} already has a column {new!r}; rename that one too, or choose another name.")
-    return rows.rename_columns(dict(spec.columns))
+    between = {old: f"{old} renamed" for old in spec.columns}  # streams refuse to swap two names in one go
+    return rows.rename_columns(between).rename_columns({between[old]: new for old, new in spec.columns.items()})
 
 
 def _filter(rows: Rows, keep: Callable[[dict], bool]) -> Rows:

@@ -49,7 +49,7 @@ def slice_rows(rows: Rows, part: Part | None, label: str) -> Rows:
         return rows
     if isinstance(rows, Dataset):
         start, end = (_position(text, len(rows), fallback) for text, fallback in zip(part, (0, len(rows)), strict=True))
-        return rows.select(range(start, max(start, end)))
+        return rows.select(range(start, end) if start < end else range(0))
     if any(text.endswith("%") or text.startswith("-") for text in part):
         raise UserError(f"Source {label}: a stream has no known length, so [{':'.join(part)}] is undefined; use row numbers.")
     start = int(part[0] or 0)
