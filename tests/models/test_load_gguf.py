@@ -1,7 +1,6 @@
 """GGUF: a file written here comes back as the model it was written from, once, whatever happens to its name."""
 
 import importlib.util
-import time
 
 import numpy as np
 import pytest
@@ -143,10 +142,7 @@ def test_conversion_happens_once(written, monkeypatch):
     path, _ = written
     load_model(str(path))
     monkeypatch.setattr(conversion, "_write", lambda *args: pytest.fail("converted again"))
-    start = time.perf_counter()
-    again = load_model(ModelSpec(str(path), dtype="bfloat16"))
-    assert time.perf_counter() - start < 2
-    assert again.dtype == torch.bfloat16
+    assert load_model(ModelSpec(str(path), dtype="bfloat16")).dtype == torch.bfloat16
 
 
 def test_new_content_under_the_old_name_is_converted_anew(written):
