@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -60,6 +60,13 @@ class Conversation:
     open_markers: bool = False
 
 
+class _Facts(NamedTuple):
+    """What is known of a template by its text: the tags it may look for, and whether it has generation markers."""
+
+    tags: re.Pattern[str]
+    marked: bool
+
+
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 
@@ -81,7 +88,7 @@ class ChatRenderer:
         self.fold_system = fold_system
         self.ends = Ends(tokenizer.eos_token, frozenset(tokenizer.all_special_tokens))
         self._plans: dict[str, Plan | str] = {}
-        self._tags: dict[str, Any] = {}
+        self._known: dict[str, _Facts] = {}
 
     def template(self, tools: Sequence[Any] | None = None) -> str:
         """The template's text for these tools; `UserError` if the tokenizer has none."""
@@ -131,7 +138,7 @@ class ChatRenderer:
         roles = tuple(m["role"] for m in messages)
         conversation = self._derive(Conversation(text, roles), messages, tools, variables)
         conversation = replace(conversation, derived=conversation.turns)
-        if markers and _MARKERS.search(self.template(tools)):
+        if markers and self._facts(self.template(tools)).marked:
             marked = self._render(messages, tools, variables, markers=True)
             conversation = self._mark(conversation, marked)
         return conversation
@@ -179,8 +186,7 @@ class ChatRenderer:
 
     def _derive(self, rendered: Conversation, messages: Messages, tools: Any, variables: Mapping[str, Any]) -> Conversation:
         """``rendered`` with the turns that sentinels, else prefixes, give."""
-        template = self.template(tools)
-        tags = self._tags.setdefault(template_hash(template), template_tags(template))
+        tags = self._facts(self.template(tools)).tags
 
         def render(part: Messages, prompt: bool) -> str:
             return self._render(part, tools, variables, add_generation_prompt=prompt)[0]
@@ -194,6 +200,11 @@ class ChatRenderer:
                 if starts is not None:
                     return self._with_turns(rendered, messages, plan, starts, skeleton, render)
         return replace(rendered, turns=tuple(prefix_turns(messages, rendered.text, render, self.ends)))
+
+    def _facts(self, template: str) -> "_Facts":
+        if template not in self._known:
+            self._known[template] = _Facts(template_tags(template), bool(_MARKERS.search(template)))
+        return self._known[template]
 
     def _plan(self, key: str, skeleton: Any, render: Any, fresh: bool) -> Plan | str:
         plan = None if fresh else self._plans.get(key)
@@ -253,7 +264,7 @@ class ChatRenderer:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_tags": {}}
+        return {**self.__dict__, "_plans": {}, "_known": {}}
 
 
 def _folded(system: Any, user: dict[str, Any]) -> dict[str, Any]:
