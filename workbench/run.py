@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from workbench.cli import check as checker
 from workbench.cli import notebook, resume, rundir
+from workbench.cli.check import FROM_GROUPS
+from workbench.cli.schema import describe as describe_signature
+from workbench.cli.schema import locate
 from workbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +31,6 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
-# Groups that become arguments of the method.
-METHOD_GROUPS = ("model", "peft", "optim", "scheduler")
 
 
 @dataclasses.dataclass
@@ -225,8 +227,16 @@ def build_data(node: Mapping[str, Any], objects: dict[str, Any]) -> Any:
 
 def build_method(node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
     """The method, given the groups that are its arguments."""
-    groups = {group: instantiate(node[group]) for group in METHOD_GROUPS if node.get(group) is not None}
-    return instantiate(node["method"], **(groups | {"seed": node["seed"]} | dict(objects)))
+    target = node["method"]["_target_"]
+    known = describe_signature(locate(target))["properties"]
+    given = {
+        key: instantiate(node[key]) if key != "seed" else node[key] for key in FROM_GROUPS["method"] if node.get(key) is not None
+    }
+    unused = [key for key in given if key not in known]
+    if "peft" in unused:
+        raise UserError(f"peft has no effect: {target.rsplit('.', 1)[-1]} trains no adapters. Use peft=none.")
+    given = {key: value for key, value in given.items() if key in known}
+    return instantiate(node["method"], **(given | dict(objects)))
 
 
 def build_trainer(node: Mapping[str, Any], callbacks: Sequence[Any], loggers: Sequence[Any]) -> Any:
@@ -257,17 +267,18 @@ def _exact_match(rows: int) -> list[Any]:
 
 
 def instantiate(node: Any, **arguments: Any) -> Any:
-    """Hydra's instantiate on plain containers; errors of a constructor keep their type."""
+    """Builds a node with plain containers; ``arguments`` are objects, which never become part of a configuration."""
     import hydra.utils
 
     if node is None:
         return None
     try:
-        return hydra.utils.instantiate({**node, "_convert_": "all"}, **arguments)
+        factory = hydra.utils.instantiate({**node, "_convert_": "all", "_partial_": True})
     except hydra.errors.InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+    return functools.partial(factory, **arguments) if node.get("_partial_") else factory(**arguments)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def _is_sweep(arguments: Arguments, name: str) -> bool:
 def _refuse_hydra_overrides(composed: config.Composed) -> None:
     """A single run makes its folder itself, so that all its processes share it: Hydra's options would do nothing."""
     instead = {"hydra.run.dir": "paths.run_dir", "hydra.sweep.dir": "paths.sweep_dir", "hydra.job.name": "name"}
-    for override in composed.hydra.overrides.hydra:
+    for override in composed.hydra_overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in ("hydra.mode", "hydra.searchpath"):
             continue

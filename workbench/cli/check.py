@@ -23,6 +23,7 @@ RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 # Arguments that are not keys of their node, and where each is set instead.
 FROM_GROUPS = {
     "method": {key: f"{key}=..." for key in ("model", "peft", "optim", "scheduler", "seed")},
+    "data": {"data_types": "data.data_type=... (the method says which types it takes)"},
     "trainer": {
         **{key: f"{key}=..." for key in ("strategy", "callbacks", "logger")},
         "accumulate_grad_batches": "data.micro_batch_size=... (the accumulation follows from it and data.batch_size)",
@@ -33,6 +34,7 @@ FROM_GROUPS = {
     },
 }
 MISSING = "???"
+MIXTURE_KEYS = {"sources", "interleave", "source_column"}
 _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "integer": (int,),
@@ -48,11 +50,23 @@ _WORDS |= {"null": "null", "array": "a list", "object": "a mapping"}
 
 def check(cfg: DictConfig, command: str = "train") -> None:
     """Raises `UserError` for the first key of ``cfg`` that the schema of ``command`` does not know, or whose value it refuses."""
-    plain = to_plain(cfg)
+    plain = to_plain(_with_run_dir(cfg))
     shipped = _shipped_schema()
     walker = _Walker(functools.partial(_cheap_definition, shipped))
     walker.keys("", plain, shipped["commands"][command], command)
+    if "data" in plain:
+        walker.sources("data.train", plain["data"].get("train"))
+        walker.named_sources("data.eval", plain["data"].get("eval"))
     rules.check(plain, command)
+
+
+def _with_run_dir(cfg: DictConfig) -> DictConfig:
+    """The folder of a run is named when it starts; what points into it is text by then."""
+    if OmegaConf.select(cfg, "paths.run_dir", default="") is not None:
+        return cfg
+    unresolved = OmegaConf.to_container(cfg)
+    unresolved["paths"]["run_dir"] = "<run_dir>"
+    return OmegaConf.create(unresolved)
 
 
 def check_targets(cfg: DictConfig) -> None:
@@ -181,6 +195,30 @@ class _Walker:
         if definition is None:
             return
         self.keys(path, value, definition, target.rsplit(".", 1)[-1], FROM_GROUPS.get(path, {}))
+
+    def sources(self, path: str, value: Any) -> None:
+        """Checks the keys of a data source, or of each source of a mixture."""
+        if isinstance(value, dict) and "sources" in value:
+            for key in value.keys() - MIXTURE_KEYS:
+                raise UserError(_unknown(f"{path}.{key}", key, dict.fromkeys(sorted(MIXTURE_KEYS)), "a mixture", None))
+            self.sources(f"{path}.sources", value["sources"])
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                self.sources(f"{path}[{index}]", item)
+        elif isinstance(value, dict):
+            definition = self.define(schema.SOURCE)
+            self.keys(path, value, definition, "a source")
+        elif value == MISSING:
+            raise UserError(_required(path, {}))
+
+    def named_sources(self, path: str, value: Any) -> None:
+        """Checks evaluation sources, which may be named."""
+        keys = self.define(schema.SOURCE)["properties"]
+        if isinstance(value, dict) and "sources" not in value and not value.keys() & keys.keys():
+            for name, source in value.items():
+                self.sources(f"{path}.{name}", source)
+        else:
+            self.sources(path, value)
 
     def value(self, path: str, value: Any, spec: dict) -> None:
         """Checks one value against its schema."""

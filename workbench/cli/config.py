@@ -23,11 +23,12 @@ PRIMARY = {name: command for command, (name, _) in COMMAND_SETTINGS.items()}
 
 @dataclass
 class Composed:
-    """A composed configuration, Hydra's own node, and the overrides as Hydra takes them."""
+    """A composed configuration, Hydra's own node, and the overrides of both as Hydra takes them."""
 
     cfg: DictConfig
     hydra: DictConfig
     overrides: list[str]
+    hydra_overrides: list[str]
     choices: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -64,13 +65,13 @@ def load(
         raise UserError(explain(error, overrides)) from None
     hydra = cfg.hydra
     choices = dict(hydra.runtime.choices)
-    overrides = list(hydra.overrides.task)
+    typed = OmegaConf.to_container(hydra.overrides)  # not resolved: ${...} in an override is the configuration's
     with open_dict(cfg):
         del cfg["hydra"]
         if cfg.get("name", "") is None:
             cfg.name = run_name(choices)
     OmegaConf.set_readonly(cfg, False)
-    return Composed(cfg, hydra, overrides, choices)
+    return Composed(cfg, hydra, typed["task"], typed["hydra"], choices)
 
 
 def run_name(choices: dict) -> str:

@@ -57,8 +57,9 @@ def load(cfg: DictConfig) -> Any:
 
     from workbench.cli.check import to_plain
     from workbench.methods.generate import generate_texts
-    from workbench.models.load import load_model, load_tokenizer
+    from workbench.models.load import load_model
     from workbench.models.policy import Policy
+    from workbench.models.tokenizer import load_tokenizer
     from workbench.run import instantiate
 
     spec = instantiate(to_plain(cfg)["model"])

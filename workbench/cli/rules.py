@@ -75,6 +75,26 @@ def _stream_without_end(cfg: dict) -> str | None:
     return None
 
 
+@rule(*TRAINING)
+def _packing(cfg: dict) -> str | None:
+    packing = _get(cfg, "data.packing")
+    if packing is None:
+        return None
+    if _get(cfg, "data.max_length") is None:
+        return f"data.packing={packing} fills packs of data.max_length tokens: set data.max_length."
+    truncation = _get(cfg, "data.truncation")
+    if packing in ("bfd_split", "wrapped") and truncation not in (None, "keep_start"):
+        return f"data.truncation={truncation} has no effect with data.packing={packing}, which cuts nothing off: leave it out."
+    return None
+
+
+@rule(*TRAINING)
+def _eval_packing_alone(cfg: dict) -> str | None:
+    if _get(cfg, "data.eval_packing") and _get(cfg, "data.packing") is None:
+        return "data.eval_packing=true has no effect without data.packing: set data.packing, which says how."
+    return None
+
+
 @rule("train")
 def _endless_training(cfg: dict) -> str | None:
     bounds = [_get(cfg, f"trainer.{key}") for key in ("max_epochs", "max_steps")]

@@ -23,6 +23,7 @@ from workbench.cli.settings import COMMAND_SETTINGS, Target
 
 SCHEMA_FILE = pathlib.Path(__file__).with_name("schema.json")
 OWN = "workbench."
+SOURCE = "workbench.data.source_spec.SourceSpec"  # what a mapping in data.train and data.eval describes
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", pathlib.Path: "string"}
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -93,10 +94,14 @@ def _target(path: str, refs: set[str]) -> dict:
 
 
 def describe(target: Callable, refs: set[str] | None = None) -> dict:
-    """Schema of a class's or function's keyword arguments; own classes' ``**kwargs`` are those of the class they derive from."""
+    """Schema of a class's or function's keyword arguments.
+
+    ``**kwargs`` of a class of ours are those of its ``options_from``, a class that it builds from them, else those of the class
+    it derives from.
+    """
     refs = set() if refs is None else refs
     described = _describe_one(target, refs)
-    base = _next_own_class(target)
+    base = _options_from(target)
     if described["additionalProperties"] and base is not None:
         inherited = describe(base, refs)
         described["properties"] = inherited["properties"] | described["properties"]
@@ -105,10 +110,10 @@ def describe(target: Callable, refs: set[str] | None = None) -> dict:
     return described
 
 
-def _next_own_class(target: Callable) -> type | None:
-    """The class whose ``__init__`` a class of ours calls next."""
-    if not isinstance(target, type):
-        return None
+def _options_from(target: Callable) -> type | None:
+    """The class that takes the ``**kwargs`` of a class of ours."""
+    if not isinstance(target, type) or hasattr(target, "options_from"):
+        return getattr(target, "options_from", None)
     owners = [c for c in target.__mro__ if "__init__" in vars(c) and c.__module__.startswith(OWN)]
     return owners[1] if len(owners) > 1 else None
 
@@ -195,7 +200,7 @@ def build() -> dict:
     """The whole schema: the commands' top levels, and every target named in ``conf/`` or reached from another."""
     from workbench.cli.config import config_dir
 
-    refs: set[str] = set()
+    refs: set[str] = {SOURCE}
     commands = {}
     for command, (_, settings) in COMMAND_SETTINGS.items():
         commands[command] = describe(settings, refs)

@@ -164,7 +164,7 @@ def _sweep(composed: config.Composed, arguments, config_name: str, folder: pathl
 
     Plugins.instance().register(SubprocessLauncher)
     hydra = Hydra(task_name="workbench", config_loader=config.make_loader(arguments.config_dir))
-    overrides = [*composed.overrides, *composed.hydra.overrides.hydra, f"hydra.sweep.dir={quote(str(folder))}"]
+    overrides = [*composed.overrides, *composed.hydra_overrides, f"hydra.sweep.dir={quote(str(folder))}"]
     overrides = [o for o in overrides if not o.startswith("hydra.mode=")] + ["hydra.mode=MULTIRUN"]
     GlobalHydra.instance().clear()
     GlobalHydra.instance().initialize(hydra)
