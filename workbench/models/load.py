@@ -240,7 +240,7 @@ def stamp(model: PreTrainedModel, spec: ModelSpec) -> PreTrainedModel:
         generation_config=copy.deepcopy(generation),
         vocab_size=model.get_input_embeddings().weight.shape[0],
     )
-    model.config._name_or_path = base_name(spec)
+    model.config._name_or_path = model.name_or_path = base_name(spec)
     return model.eval()
 
 
@@ -356,7 +356,12 @@ def _build_tiny(spec: ModelSpec, architecture: str) -> PreTrainedModel:
     with readable_errors(spec, Location("tiny", architecture)):
         if spec.attn_implementation is not None:
             model.set_attn_implementation(spec.attn_implementation)
-    return model if spec.dtype == "auto" else model.to(getattr(torch, spec.dtype))
+    if spec.dtype != "auto":
+        # Parameters alone, as from_pretrained does: rotary frequencies rounded to 16 bits are other frequencies.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+        model.config.dtype = getattr(torch, spec.dtype)
+    return model
 
 
 def _build_random(spec: ModelSpec) -> PreTrainedModel:
