@@ -3,10 +3,10 @@
 Tokens are cut here and nowhere else: each sequence on its own, before any batch exists.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from workbench.data.spec import PrepareSpec
 from workbench.data.targets import END
 from workbench.errors import UserError
 
+T = TypeVar("T")
 REASONS = ("", "bad_row", "untrained", "cut_away", "too_long", "identical_pair", "empty")
 _COLUMNS = {
     "input_ids": pa.list_(pa.int32()),
@@ -128,9 +129,10 @@ class RowPreparer:
         drafts = [d for row in drafted if isinstance(row, RowDraft) for d in row.drafts]
         encoded = iter(self.encoder.encode([d.text for d in drafts]))
         made = []
-        for row in drafted:
+        for row, index in zip(drafted, indices, strict=True):
             if isinstance(row, RowDraft):
-                made.append(self._finish(row, [self._tokens(d, next(encoded), row) for d in row.drafts]))
+                sequences = [self._tokens(d, next(encoded), row) for d in row.drafts]
+                made.append(self._or_bad(lambda row=row, sequences=sequences: self._finish(row, sequences), f"Row {index}: "))
             else:
                 made.append(row)
         return made
@@ -153,20 +155,23 @@ class RowPreparer:
         return pa.table(columns)
 
     def _draft(self, row: Mapping[str, Any], index: int) -> RowDraft | Features:
+        normal = self._or_bad(lambda: normalise_row(row, self.data_type, index=index, roles=self.spec.role_names))
+        if isinstance(normal, Features):
+            return normal
+        reason = drop_reason(normal)
+        if reason:
+            return Features(reason=reason)
+        column = next(c for c in ("messages", "prompt", "text") if c in normal)
+        return self._or_bad(lambda: self.drafter.draft(normal), f"Row {index}, column {column!r}: ")
+
+    def _or_bad(self, make: Callable[[], T], place: str = "") -> T | Features:
+        """What ``make`` gives, or a dropped row where it finds the row bad and bad rows are skipped."""
         try:
-            normal = normalise_row(row, self.data_type, index=index, roles=self.spec.role_names)
-            reason = drop_reason(normal)
-            if reason:
-                return Features(reason=reason)
-            try:
-                return self.drafter.draft(normal)
-            except UserError as error:
-                columns = [c for c in ("messages", "prompt", "text") if c in normal]
-                raise UserError(f"Row {index}, column {columns[0]!r}: {error}") from None
+            return make()
         except UserError as error:
             if self.spec.on_bad_row == "error":
-                raise
-            return Features(reason="bad_row", note=str(error))
+                raise UserError(f"{place}{error}") from None
+            return Features(reason="bad_row", note=f"{place}{error}")
 
     def _tokens(self, draft: Draft, encoded: Encoded, row: RowDraft) -> Sequence_:
         """The draft tokenised, with its special tokens and weights."""
@@ -273,7 +278,7 @@ def _steps(sequences: list[Sequence_], features: Features) -> Features:
         features.add(sequence.ids[: sequence.boundary], sequence.weights[: sequence.boundary], -1, Role.PROMPT)
     ends = [sequence.boundary, *sequence.steps]
     labels = features.extras["labels"][: len(sequence.steps)]
-    kept = [(a, b, label) for a, b, label in zip(ends, ends[1:], labels, strict=True) if b > a]
+    kept = [(a, b, label) for a, b, label in zip(ends[:-1], ends[1:], labels, strict=True) if b > a]
     for start, end, _ in kept:
         features.add(sequence.ids[start:end], sequence.weights[start:end], len(features.lengths) - 1, Role.STEP)
     features.extras = {"labels": [label for *_, label in kept]}

@@ -229,6 +229,9 @@ class _Window:
         )
         packed = gather(table, plan.starts, plan.stops, plan.sizes, self.strategy == "wrapped")
         self.report.packs += len(packed)
+        weights = packed["weights"].combine_chunks().flatten().to_numpy()
+        self.report.tokens += len(weights)
+        self.report.trained_tokens += int(np.count_nonzero(weights))
         self.report.packing_dropped_tokens += plan.dropped_tokens
         self.report.packing_cuts += plan.cuts
         return packed.to_pydict()

@@ -145,10 +145,10 @@ def _make(
         others = dataset.remove_columns([c for c in dataset.column_names if c in made.column_names])
         made = concatenate_datasets([made, others], axis=1)
     made = made if len(kept) == len(made) else made.select(kept)
-    _count_tokens(made, report)
     if spec.packing:
-        made, packed = pack(made, spec.max_length, spec.packing)
+        made, packed = pack(made, spec.max_length, spec.packing, work=work, num_proc=num_proc)
         report.packs, report.packing_dropped_tokens, report.packing_cuts = len(made), packed.dropped_tokens, packed.cuts
+    _count_tokens(made, report)
     _warn(report, preparer)
     return made, report
 
@@ -249,7 +249,13 @@ class _StreamPreparer:
             self._count(row)
             if row.reason:
                 continue
-            values = {"input_ids": row.ids, **vars(row), **row.extras, **{k: raw[k] for k in self._others(batch)}}
+            values = {
+                **vars(row),
+                "input_ids": row.ids.tolist(),
+                "weights": row.weights.tolist(),
+                **row.extras,
+                **{k: raw[k] for k in self._others(batch)},
+            }
             for column in columns:
                 out[column].append(values[column])
         if report.rows_in >= _PATIENCE:
@@ -270,8 +276,9 @@ class _StreamPreparer:
                 report.bad_rows.append(row.note)
             return
         report.rows_out += 1
-        report.tokens += len(row.ids)
-        report.trained_tokens += int(np.count_nonzero(row.weights))
+        if not self.preparer.spec.packing:  # which counts what it makes
+            report.tokens += len(row.ids)
+            report.trained_tokens += int(np.count_nonzero(row.weights))
 
 
 def _feature_names(preparer: RowPreparer) -> list[str]:

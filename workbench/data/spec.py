@@ -114,7 +114,7 @@ class PrepareReport:
         reasoning_dropped: rows with reasoning that the template does not print.
         text_dropped: rows with an assistant's text or tool calls that the template does not print.
         other_roles: rows whose trained completion holds messages of other roles.
-        tokens: tokens of the rows kept.
+        tokens: tokens of the rows kept, or of the packs.
         trained_tokens: those of weight above 0.
         packs: packed rows, 0 without packing.
         packing_dropped_tokens: tokens of tails that packing left out.
