@@ -1,6 +1,8 @@
 """Real signals: the first one saves and stops, the second aborts, and everything is as before afterwards."""
 
+import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +164,54 @@ def test_in_a_notebook_nothing_is_raised_and_the_next_fit_works(tmp_path, capfd)
     again = trainer(tmp_path / "again", stop, Checkpoint())
     again.fit(SmallModule())
     assert not stop.interrupted and again.global_step == 8
+
+
+_NOTEBOOK = """
+import sys, time
+sys.path[:0] = [{here!r}, {root!r}]
+from pathlib import Path
+from small_run import SmallModule, trainer
+from workbench.callbacks.checkpoint import Checkpoint
+from workbench.callbacks.interrupt import GracefulStop
+
+def on_batch(module, index):
+    Path({folder!r}, "training").touch()
+    time.sleep(0.1)
+
+stop = GracefulStop()
+run = trainer({folder!r}, stop, Checkpoint(), max_epochs=50)
+run.fit(SmallModule(steps=1000, on_batch=on_batch))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="needs the notebooks extra")
+def test_the_stop_button_of_a_real_notebook(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    outputs = []
+    try:
+        code = _NOTEBOOK.format(here=str(SCRIPT.parent), root=str(SCRIPT.parents[2]), folder=str(tmp_path))
+
+        def interrupt():
+            while not (tmp_path / "training").exists():
+                time.sleep(0.05)
+            manager.interrupt_kernel()
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        reply = client.execute_interactive(code, timeout=120, output_hook=outputs.append)
+        assert reply["content"]["status"] == "ok", reply
+        again = "print('alive', stop.interrupted, run.global_step)"
+        client.execute_interactive(again, timeout=60, output_hook=outputs.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    text = "".join(o["content"].get("text", "") for o in outputs)
+    step = int(re.search(r"alive True (\d+)", text)[1])
+    assert f"Interrupted after step {step}. To continue: resume from" in text
+    assert resolve_checkpoint(step, tmp_path) is not None
 
 
 def test_a_second_signal_raises_what_lightning_does_not_turn_into_an_exit(tmp_path, capfd):

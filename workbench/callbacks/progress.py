@@ -184,7 +184,9 @@ class StepProgress(ProgressBar):
         self._first_step, self._started, self._shown = step, time.monotonic(), 0.0
         if self._enabled and self.style != "off":
             self._display = _display(self.style, self.log_seconds)
-            self._show(force=not isinstance(self._display, Lines))
+            if not isinstance(self._display, Lines):
+                self._show(force=True)
+            self._shown = self._started
 
     def _close(self) -> None:
         if self._display is not None:

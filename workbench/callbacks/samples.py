@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.seed import isolate_rng
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from workbench.callbacks.progress import phase
 from workbench.callbacks.steps import closes_step
