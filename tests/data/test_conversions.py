@@ -1,5 +1,7 @@
 """The fifteen conversions, for text and for messages, on map-style data, dictionaries of splits, streams and plain rows."""
 
+import pickle
+
 import pytest
 from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, List
 
@@ -220,3 +222,18 @@ def test_canonical_rows_keep_all_other_columns():
     right = [{"messages": [{"role": "user", "content": "Hi"}], "id": 1}]
     assert list(canonicalise(Dataset.from_list(rows), "language_modeling")) == right
     assert [decode_row(r) for r in canonicalise(Dataset.from_list(rows).to_iterable_dataset(), "language_modeling")] == right
+
+
+def test_streams_resume_at_the_row_and_travel_to_other_processes():
+    def make():
+        return convert(Dataset.from_list(TEXT["preference"] * 4).to_iterable_dataset(), "unpaired_preference")
+
+    rows = list(make())
+    assert list(pickle.loads(pickle.dumps(make()))) == rows
+    for position in (1, 2, 5, 15):
+        stream = make()
+        iterator = iter(stream)
+        for _ in range(position):
+            next(iterator)
+        stream.load_state_dict(stream.state_dict())
+        assert list(stream) == rows[position:]

@@ -292,7 +292,18 @@ def test_prompt_of_two_texts(chosen, rejected, expected):
     assert swapped == (expected[0], expected[2], expected[1])
 
 
-def test_is_conversational_looks_at_the_columns_of_the_type():
+def test_is_conversational_tells_what_normalising_gives():
     row = {"prompt": "text", "messages": [USER]}
     assert is_conversational(row, "language_modeling") and not is_conversational(row, "prompt_only")
     assert not is_conversational({"text": "a", "tools": [{"name": "f"}]})
+    for row in (
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "completion": "b", "system": None},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": [BLUE]},
+        {"conversations": '[{"from": "human", "value": "x"}]'},
+        {"prompt": None, "text": "a", "system": "x"},
+    ):
+        normal = normalise_row(row)
+        assert is_conversational(row) == is_conversational(normal) == any(isinstance(v, list) for v in normal.values()), row

@@ -1,6 +1,7 @@
 """Mixtures: order, weights, columns and types."""
 
 import json
+import pickle
 
 import pytest
 from datasets import Dataset
@@ -131,3 +132,22 @@ def test_mistakes(spec, kwargs, message):
 def test_rows_that_have_a_path_column_are_rows():
     rows = [{"path": "a.png", "text": "x"}]
     assert list(load_source(rows)) == rows
+
+
+def test_streams_resume_at_the_row_and_travel_to_other_processes():
+    other = [{"text": r["text"], "x": 1.5} for r in B]
+
+    def make():
+        shapes = [Dataset.from_list([{**r, "x": {"k": 1}} for r in A]), Dataset.from_list(other)]
+        return load_source(shapes, streaming=True, seed=3, interleave="first_exhausted")
+
+    rows = list(make())
+    assert list(pickle.loads(pickle.dumps(make()))) == rows
+    assert {row["x"] for row in rows} == {'\x1e{"k": 1}', "\x1e1.5"}
+    for position in (1, 9):
+        stream = make()
+        iterator = iter(stream)
+        for _ in range(position):
+            next(iterator)
+        stream.load_state_dict(stream.state_dict())
+        assert list(stream) == rows[position:]

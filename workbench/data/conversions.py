@@ -16,8 +16,8 @@ Other columns are carried along; a row that becomes two repeats them in both. Co
 """
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from datasets import Audio, Dataset, DatasetDict, Features, Image, IterableDataset, IterableDatasetDict, List, Video
@@ -25,8 +25,6 @@ from datasets import Audio, Dataset, DatasetDict, Features, Image, IterableDatas
 from workbench.data import rows as arrow
 from workbench.data.formats import ALIASES, DATA_TYPES, DROP, TYPE_COLUMNS, detect_type, normalise_row
 from workbench.errors import UserError, check_choice
-
-log = logging.getLogger(__name__)
 
 IMPLICIT = "implicit_preference"
 Row = dict[str, Any]
@@ -77,12 +75,12 @@ def _unpair(row: Row) -> list[Row]:
     return [{"prompt": row["prompt"], "completion": answer, "label": label} for answer, label in pair]
 
 
-def _if_good(recipe: Recipe) -> Recipe:
-    return lambda row: recipe(row) if row["label"] else []
+def _good_to_lm(row: Row) -> list[Row]:
+    return [_whole(row, "completion")] if row["label"] else []
 
 
-def _labelled_to_completion(row: Row) -> list[Row]:
-    return [{"prompt": row["prompt"], "completion": row["completion"]}]
+def _good_to_completion(row: Row) -> list[Row]:
+    return [{"prompt": row["prompt"], "completion": row["completion"]}] if row["label"] else []
 
 
 CONVERSIONS: dict[tuple[str, str], Recipe] = {
@@ -98,8 +96,8 @@ CONVERSIONS: dict[tuple[str, str], Recipe] = {
     ("preference", "prompt_only"): _to_prompt,
     ("preference", "implicit_preference"): _to_implicit,
     ("preference", "unpaired_preference"): _unpair,
-    ("unpaired_preference", "language_modeling"): _if_good(_completion_to_lm),
-    ("unpaired_preference", "prompt_completion"): _if_good(_labelled_to_completion),
+    ("unpaired_preference", "language_modeling"): _good_to_lm,
+    ("unpaired_preference", "prompt_completion"): _good_to_completion,
     ("unpaired_preference", "prompt_only"): _to_prompt,
 }
 
@@ -146,28 +144,26 @@ def source_type(columns: Iterable[str]) -> str:
 
 
 def _row_map(from_: str, to: str) -> RowMap:
-    recipe = CONVERSIONS.get((from_, to))
-    if recipe is None:
+    if (from_, to) not in CONVERSIONS:
         possible = possible_targets(from_)
         way = f"It can become {', '.join(possible)}." if possible else "It cannot be converted to any other type."
         raise UserError(f"{from_} cannot be converted to {to}. {way}")
-    data_type = "preference" if from_ == IMPLICIT else from_
+    return partial(_convert_row, from_=from_, to=to)
 
-    def convert_row(row: Mapping[str, Any], index: int) -> list[Row]:
-        normal = normalise_row(row, data_type, index=index)
-        others = {k: v for k, v in normal.items() if ALIASES.get(k, k) not in TYPE_COLUMNS and k != DROP}
-        return [{**out, **others} for out in recipe(normal)]
 
-    return convert_row
+def _convert_row(row: Mapping[str, Any], index: int, from_: str, to: str) -> list[Row]:
+    normal = normalise_row(row, "preference" if from_ == IMPLICIT else from_, index=index)
+    others = {k: v for k, v in normal.items() if ALIASES.get(k, k) not in TYPE_COLUMNS and k != DROP}
+    return [{**out, **others} for out in CONVERSIONS[from_, to](normal)]
 
 
 def canonicalise(dataset: AnyRows, data_type: str) -> Any:
     """Rows with the columns of their type in the form of `normalise_row`; other columns unchanged, none dropped."""
+    return transform_rows(dataset, partial(_normal_row, data_type=data_type), f"normalise {data_type}")
 
-    def normal_row(row: Mapping[str, Any], index: int) -> list[Row]:
-        return [{k: v for k, v in normalise_row(row, data_type, index=index).items() if k != DROP}]
 
-    return transform_rows(dataset, normal_row, f"normalise {data_type}")
+def _normal_row(row: Mapping[str, Any], index: int, data_type: str) -> list[Row]:
+    return [{k: v for k, v in normalise_row(row, data_type, index=index).items() if k != DROP}]
 
 
 def column_names(dataset: Dataset | IterableDataset | list[Row]) -> list[str]:
@@ -229,21 +225,21 @@ def _transform_stream(dataset: IterableDataset, row_map: RowMap, what: str) -> I
     if not head:
         raise UserError(f"No row is left after: {what}.")
     kinds = arrow.scan(head)
-
-    def encode(batch: Mapping[str, list], indices: list[int]) -> dict[str, list]:
-        row = {name: values[0] for name, values in batch.items()}
-        out = [arrow.encode_row(r, kinds, "encode", indices[0]) for r in row_map(row, indices[0])]
-        return {name: [r[name] for r in out] for name in kinds}
-
     # one row at a time, so that the position in the stream is exact when a run is resumed
     return dataset.map(
-        encode,
+        partial(_encode_batch, row_map=row_map, kinds=kinds),
         with_indices=True,
         batched=True,
         batch_size=1,
         remove_columns=column_names(dataset),
         features=arrow.to_features(kinds, "encode"),
     )
+
+
+def _encode_batch(batch: Mapping[str, list], indices: list[int], row_map: RowMap, kinds: arrow.Kinds) -> dict[str, list]:
+    row = {name: values[0] for name, values in batch.items()}
+    out = [arrow.encode_row(new, kinds, "encode", indices[0]) for new in row_map(row, indices[0])]
+    return {name: [new[name] for new in out] for name in kinds}
 
 
 def _media(features: Features) -> dict[str, Any]:

@@ -53,6 +53,14 @@ _SIGNATURES: tuple[tuple[str, tuple[set[str], ...]], ...] = (
 )
 TYPE_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "completions", "labels")
 SYSTEM_COLUMNS = ("system", "system_prompt")
+# Every column that `normalise_row` may read.
+READ_COLUMNS = {
+    *TYPE_COLUMNS,
+    *ALIASES,
+    *SYSTEM_COLUMNS,
+    *("instruction", "input", "context", "history", "output", "response"),
+    *("tools", "images", "image", "margin"),
+}
 # Other names that public data sets use for a column, for the hint in an error.
 _OTHER_NAMES = {
     "prompt": ("question", "query", "problem", "input", "prompts"),
@@ -115,16 +123,21 @@ def _similar(name: str, columns: Iterable[str]) -> str | None:
 
 
 def is_conversational(row: Mapping[str, Any], data_type: str | None = None) -> bool:
-    """Whether the row's type columns hold messages (a list of objects) rather than text."""
-    names = TYPE_COLUMNS if data_type is None else {c for t, sets in _SIGNATURES if t == data_type for s in sets for c in s}
-    for name, value in decode_row(row).items():
-        if ALIASES.get(name, name) not in names or value is None:
-            continue
-        if ALIASES.get(name, name) == "messages" or isinstance(value, Mapping):
-            return True
-        if isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
-            return True
-    return False
+    """Whether `normalise_row` gives messages (rather than text) for this row."""
+    row = {
+        ALIASES.get(name, name): value for name, value in decode_row(row).items() if value is not None or name in SYSTEM_COLUMNS
+    }
+    names = set(TYPE_COLUMNS) if data_type is None else {c for t, sets in _SIGNATURES if t == data_type for s in sets for c in s}
+    if "messages" in names & row.keys() or ("instruction" in row and not row.keys() & {"prompt", "text"}):
+        return True
+    if "prompt" in names & row.keys() and any(name in row for name in SYSTEM_COLUMNS):
+        return True
+    return any(_holds_messages(row[name]) for name in names & row.keys())
+
+
+def _holds_messages(value: Any) -> bool:
+    turns = [value] if isinstance(value, Mapping) else value
+    return isinstance(turns, list | tuple) and bool(turns) and all(isinstance(turn, Mapping) for turn in turns)
 
 
 def drop_reason(row: Mapping[str, Any]) -> str | None:

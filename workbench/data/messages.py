@@ -101,6 +101,9 @@ def normalise_messages(value: Any, place: Place, roles: Mapping[str, str] | None
 
 
 def _normalise_message(message: Any, number: int, place: Place, roles: Mapping[str, str]) -> tuple[dict, bool]:
+    """The message, and whether it was a tool call written as a message of its own."""
+    if _is_normal(message) and message["role"] not in roles:
+        return {"role": message["role"], "content": message["content"]}, False
     if not isinstance(message, Mapping):
         raise place.error(f"message {number} is {short(message)}; expected an object with 'role' and 'content'.")
     rest = {k: v for k, v in message.items() if v is not None}
@@ -127,11 +130,16 @@ def _normalise_message(message: Any, number: int, place: Place, roles: Mapping[s
     return {**out, **_normalise_training_keys(rest, number, place)}, is_call
 
 
+def _is_normal(message: Any) -> bool:
+    """The usual case, told at once."""
+    return type(message) is dict and len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
+
+
 def _normalise_role(role: Any, number: int, rest: Mapping, place: Place, roles: Mapping[str, str]) -> str:
     if role is None:
         raise place.error(f"message {number} has neither 'role' nor 'from'. Its keys: {_keys(rest)}.")
     name = str(role).strip().lower()
-    known = {**_ROLE_ALIASES, **{k.lower(): v for k, v in roles.items()}}
+    known = {**_ROLE_ALIASES, **{k.lower(): v for k, v in roles.items()}} if roles else _ROLE_ALIASES
     if name not in known:
         raise place.error(
             f"message {number} has the unknown role {role!r}.{nearest(name, known)} Allowed: {', '.join(ROLES)}"

@@ -1,23 +1,21 @@
 """Several sources as one data set: one data type, one set of columns, an order that depends on the seed alone."""
 
-import itertools
-import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, interleave_datasets
 
-from workbench.data import rows as arrow
-from workbench.data.conversions import canonicalise, column_names, iterate
-from workbench.data.formats import detect_type
-from workbench.data.jsontext import decode_row
+from workbench.data.conversions import canonicalise, column_names
+from workbench.data.formats import ALIASES, SYSTEM_COLUMNS, detect_type
+from workbench.data.jsontext import decode_value, encode_value
 from workbench.errors import UserError, check_choice
-
-log = logging.getLogger(__name__)
 
 Rows = Dataset | IterableDataset
 Interleave = Literal["concatenate", "first_exhausted", "all_exhausted"]
 INTERLEAVE = ("concatenate", "first_exhausted", "all_exhausted")
+# Columns whose mere presence changes how a row is read, so that no other source may get them.
+_OTHER_SHAPES = {*ALIASES, *SYSTEM_COLUMNS, "instruction", "image"}
 
 
 def mix(datasets: list[Any], labels: list[str], weights: list[float | None], interleave: Interleave | None, seed: int) -> Rows:
@@ -52,36 +50,51 @@ def mix(datasets: list[Any], labels: list[str], weights: list[float | None], int
 
 
 def unify(datasets: list[Any], labels: list[str]) -> list[Rows]:
-    """The data sets with one schema. If they differ, their rows are normalised first and get each other's columns."""
+    """The data sets with columns that fit together.
+
+    Columns of other names (instruction, conversations, system, ...) are normalised first. A column that differs in type
+    between sources becomes one of numbers if it holds numbers, else one of text with `encode_value`.
+    """
     types = [detect_type(column_names(dataset)) for dataset in datasets]
     if len(set(types)) > 1:
         listed = ", ".join(f"{label}: {data_type}" for label, data_type in zip(labels, types, strict=True))
         raise UserError(f"The sources of a mixture must have one data type; set convert on some of them. {listed}.")
-    if all(d.features is not None and d.features == datasets[0].features for d in datasets):
+    if all(dataset.features == datasets[0].features for dataset in datasets):
         return datasets
-    normal = [canonicalise(dataset, types[0]) for dataset in datasets]
-    kinds: arrow.Kinds = {}
-    for dataset in normal:
-        kinds = arrow.merge_columns(kinds, arrow.scan(_decoded(dataset)))
-    return [_fit(dataset, kinds) for dataset in normal]
+    datasets = [canonicalise(d, types[0]) if _OTHER_SHAPES & set(column_names(d)) else d for d in datasets]
+    names = dict.fromkeys(name for dataset in datasets for name in dataset.features)
+    target = {name: _common([d.features[name] for d in datasets if name in d.features]) for name in names}
+    return [_fit(dataset, target) for dataset in datasets]
 
 
-def _decoded(dataset: Rows) -> Any:
-    rows = iterate(dataset) if isinstance(dataset, Dataset) else itertools.islice(dataset, arrow.PEEK)
-    return (decode_row(row) for row in rows)
+def _common(features: list[Any]) -> Any:
+    features = [feature for feature in features if feature != Value("null")] or [Value("string")]
+    if all(feature == features[0] for feature in features):
+        return features[0]
+    return Value("float64") if all(_is_number(feature) for feature in features) else Value("string")
 
 
-def _fit(dataset: Rows, kinds: arrow.Kinds) -> Rows:
-    if isinstance(dataset, Dataset):
-        if arrow.to_features(kinds) == dataset.features:
-            return dataset
-        key = None
-        if dataset.cache_files:
-            key = arrow.cache_key(dataset._fingerprint, kinds)
-        return arrow.build(lambda: _decoded(dataset), kinds=kinds, key=key)
-    features = arrow.to_features(kinds, "encode")
-    return dataset.map(partial(_encode, kinds=kinds), with_indices=True, features=features)
+def _is_number(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype.startswith(("int", "uint", "float"))
 
 
-def _encode(row: dict, index: int, kinds: arrow.Kinds) -> dict:
-    return arrow.encode_row(decode_row(row), kinds, "encode", index)
+def _fit(dataset: Rows, target: dict[str, Any]) -> Rows:
+    streaming = isinstance(dataset, IterableDataset)
+    changed = {name: target[name] for name, feature in dataset.features.items() if feature != target[name]}
+    missing = [name for name in target if name not in dataset.features] if streaming else []  # else concatenating adds them
+    if not changed and not missing:
+        return dataset
+    texts = [name for name, feature in changed.items() if feature == Value("string")]
+    convert = partial(_convert, texts=texts, numbers=[name for name in changed if name not in texts], missing=missing)
+    features = Features(target if streaming else {**dataset.features, **changed})
+    # one row at a time in a stream, so that its position is exact when a run is resumed
+    return dataset.map(convert, batched=True, batch_size=1 if streaming else 1000, features=features)
+
+
+def _convert(batch: Mapping[str, list], texts: list[str], numbers: list[str], missing: list[str]) -> dict[str, list]:
+    size = len(next(iter(batch.values())))
+    return {
+        **{name: [encode_value(decode_value(value)) for value in batch[name]] for name in texts},
+        **{name: [None if value is None else float(value) for value in batch[name]] for name in numbers},
+        **{name: [None] * size for name in missing},
+    }

@@ -10,6 +10,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,9 +87,9 @@ def merge_columns(a: Kinds, b: Kinds) -> Kinds:
     return merged
 
 
-def scan(rows: Iterable[Mapping[str, Any]]) -> Kinds:
-    """Columns of ``rows`` and the kind of each."""
-    kinds: Kinds = {}
+def scan(rows: Iterable[Mapping[str, Any]], kinds: Kinds | None = None) -> Kinds:
+    """Columns of ``rows`` and the kind of each, merged with those known already."""
+    kinds = kinds or {}
     for row in rows:
         found = {name: kind_of(value, name) for name, value in row.items()}
         if found != kinds:
@@ -150,22 +152,68 @@ def build(make_rows: Callable[[], Iterable[Mapping]], *, kinds: Kinds | None = N
     """A data set of rows.
 
     Args:
-        make_rows: gives the rows anew at each call; they are read twice, first for their kinds.
+        make_rows: gives the rows; called a second time where later rows do not fit the columns of the first ones.
         kinds: the kinds, if known already.
         key: name of the result in the disk cache (`cache_dir`); None: built in memory.
     """
-    path = None if key is None else cache_dir() / f"{key}.arrow"
-    if path is None or not path.exists():
-        kinds = scan(make_rows()) if kinds is None else kinds
-        features = to_features(kinds)
-        batches = _record_batches(make_rows(), kinds, features)
-        if path is None:
-            table = pa.Table.from_batches(batches, schema=features.arrow_schema)
-            return Dataset(InMemoryTable(table))
-        _write(path, features.arrow_schema, batches)
+    if key is None:
+        return Dataset(InMemoryTable(pa.ipc.open_stream(_store(make_rows, kinds, pa.BufferOutputStream).getvalue()).read_all()))
+    path = cache_dir() / f"{key}.arrow"
+    if not path.exists():
+        with _new_file(path) as temporary:
+            _store(make_rows, kinds, partial(pa.OSFile, temporary, "wb"))
     dataset = Dataset.from_file(str(path))
     dataset._fingerprint = key  # the default one depends on the file's time, which differs between machines
     return dataset
+
+
+def _store(make_rows: Callable[[], Iterable[Mapping]], kinds: Kinds | None, open_file: Callable[[], Any]) -> Any:
+    """Writes the rows as an Arrow stream to a new file and returns it.
+
+    Without ``kinds`` those of the first rows are tried; if a later row does not fit them, the rest is read for its kinds
+    only, and all is written anew.
+    """
+    if kinds is None:
+        chunks = _chunks(make_rows())
+        first = next(chunks, [])
+        kinds = scan(first)
+        with _Writer(open_file(), kinds) as writer:
+            writer.write(first)
+            for chunk in chunks:
+                kinds = scan(chunk, kinds)
+                if to_features(kinds) != writer.features:
+                    break
+                writer.write(chunk)
+            else:
+                return writer.file
+        for chunk in chunks:
+            kinds = scan(chunk, kinds)
+    with _Writer(open_file(), kinds) as writer:
+        for chunk in _chunks(make_rows()):
+            writer.write(chunk)
+    return writer.file
+
+
+class _Writer:
+    """Rows into an Arrow stream."""
+
+    def __init__(self, file: Any, kinds: Kinds) -> None:
+        self.file, self.kinds, self.features, self.rows = file, kinds, to_features(kinds), 0
+        self.stream = pa.ipc.new_stream(file, self.features.arrow_schema)
+
+    def write(self, chunk: list[Mapping]) -> None:
+        encoded = [encode_row(row, self.kinds, index=self.rows + i) for i, row in enumerate(chunk)]
+        columns = [_array([row[name] for row in encoded], name, self.features[name], self.rows) for name in self.kinds]
+        self.stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=self.features.arrow_schema))
+        self.rows += len(chunk)
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stream.close()
+        if isinstance(self.file, pa.OSFile):
+            self.file.close()
 
 
 def cache_key(*parts: Any) -> str:
@@ -184,15 +232,6 @@ def _code_hash() -> str:
 def cache_dir() -> Path:
     """Where rows read from files are kept as Arrow files."""
     return cache_home() / "rows"
-
-
-def _record_batches(rows: Iterable[Mapping], kinds: Kinds, features: Features) -> Iterator[pa.RecordBatch]:
-    schema, start = features.arrow_schema, 0
-    for chunk in _chunks(rows):
-        encoded = [encode_row(row, kinds, index=start + i) for i, row in enumerate(chunk)]
-        columns = [_array([row[name] for row in encoded], name, features[name], start) for name in kinds]
-        yield pa.RecordBatch.from_arrays(columns, schema=schema)
-        start += len(chunk)
 
 
 def _chunks(rows: Iterable[Mapping]) -> Iterator[list[Mapping]]:
@@ -224,15 +263,15 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    """Writes under a temporary name and renames, so that neither a kill nor another process leaves half a file."""
+@contextmanager
+def _new_file(path: Path) -> Iterator[str]:
+    """A temporary name that becomes ``path`` at the end, so that neither a kill nor another process leaves half a file."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
+        os.close(handle)
+        yield temporary
         os.replace(temporary, path)
     except OSError as error:
         why = error.strerror or error
