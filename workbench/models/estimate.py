@@ -1,16 +1,17 @@
 """How many parameters a run would train and about how much memory it would take, without reading a weight."""
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from workbench.models.checkpoint import quiet
-from workbench.models.load import ModelSpec, as_spec, causal_class, load_config
+from workbench.models.load import ModelSpec, as_spec, causal_class, load_config, locate_spec
 from workbench.models.peft import PeftSpec, apply_peft
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -130,13 +131,17 @@ def estimate_memory(
 
 
 def _on_meta(spec: ModelSpec, peft: PeftSpec | PeftConfig | None) -> nn.Module:
-    config = load_config(spec)
+    config, location = load_config(spec), locate_spec(spec)
+    if location.kind == "adapter" and peft is None:
+        peft = PeftSpec(adapter=location.path)
     with torch.device("meta"), quiet():
         model = causal_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
         if isinstance(peft, PeftSpec) and peft.adapter is not None:
-            return get_peft_model(model, PeftConfig.from_pretrained(peft.adapter))
-        if isinstance(peft, PeftSpec):
-            peft = replace(peft, init_lora_weights=False)  # there are no weights to take one from
+            peft = PeftConfig.from_pretrained(peft.adapter)
+            peft.inference_mode, peft.base_model_name_or_path = False, None
+        if hasattr(peft, "init_lora_weights"):  # there are no weights to take one from
+            peft = copy.copy(peft)
+            peft.init_lora_weights = False
         return model if peft is None else apply_peft(model, peft)
 
 

@@ -150,6 +150,8 @@ def load_model(spec: str | ModelSpec | PreTrainedModel) -> PreTrainedModel:
     elif spec.init == "random":
         model = _build_random(spec)
     else:
+        if location.kind == "gguf":
+            gguf.convert(Path(location.path))  # first, as the config is then read in no time
         config = load_config(spec)
         _refuse_classifier(spec, config)
         model, _ = read_checkpoint(spec, location, causal_class(config))
