@@ -21,6 +21,9 @@ SIZES: dict[str, dict[str, int]] = {
 # Set where an architecture's config knows the name.
 COMMON: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.05}
 WINDOW = {"sliding_window": 16}
+# Suits rows of dozens of tokens. With the usual 10,000 most rotations hardly move over such a row, and 300 steps of SFT
+# on `sums` reach 0.8 exact match on some seeds and 0.1 on others.
+ROPE_THETA = 20.0
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
 LINEAR_HEADS = {
     "linear_key_head_dim": 32,
@@ -50,9 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gpt_neox": {},
     "opt": {"ffn_dim": 384, "dropout": 0.0, "init_std": 0.05},
-    "gpt_oss": WINDOW
-    | EXPERTS
-    | {"intermediate_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gpt_oss": WINDOW | EXPERTS | {"intermediate_size": 128, "rope_parameters": {"rope_type": "default"}},
     "falcon": {"multi_query": False, "alibi": True},
     "bloom": {},
     "mamba": {"time_step_rank": 8, "expand": 3},
@@ -105,17 +106,27 @@ def tiny_config(
     for key in config_overrides:
         if not hasattr(known, key):
             raise UserError(f"{key!r} is not a config key of {architecture}.{nearest(key, known.to_dict())}")
+    settings = _general(known, size) | ARCHITECTURES[architecture]
+    rope = settings.get("rope_parameters") or getattr(known, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        settings["rope_parameters"] = rope | {"rope_theta": ROPE_THETA}
+    return AutoConfig.for_model(architecture, **settings | _tokens(vocab_size) | config_overrides)
+
+
+def _general(known: PreTrainedConfig, size: str) -> dict[str, Any]:
+    settings = COMMON | SIZES[size] | {"intermediate_size": 3 * SIZES[size]["hidden_size"]}
+    names = known.to_dict().keys() | known.attribute_map
+    return {key: value for key, value in settings.items() if key in names}
+
+
+def _tokens(vocab_size: int | None) -> dict[str, int | None]:
     tokenizer = tiny_tokenizer()
-    tokens = {
+    return {
         "vocab_size": len(tokenizer) if vocab_size is None else vocab_size,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    width = SIZES[size]["hidden_size"]
-    general = COMMON | SIZES[size] | {"intermediate_size": 3 * width}
-    general = {key: value for key, value in general.items() if key in known.to_dict() or key in known.attribute_map}
-    return AutoConfig.for_model(architecture, **general | ARCHITECTURES[architecture] | tokens | config_overrides)
 
 
 @contextmanager
