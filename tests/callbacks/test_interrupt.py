@@ -33,9 +33,10 @@ def _start(folder, devices=1, what=""):
     return process
 
 
-def _finish(process, timeout=60):
+def _finish(process):
+    """What it printed; a step of a process that is stuck takes 600 seconds, much longer than is waited here."""
     try:
-        return process.communicate(timeout=timeout)
+        return process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -58,16 +59,14 @@ def test_the_first_signal_saves_stops_and_tells_how_to_resume(tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_aborts_within_a_step(tmp_path, number):
+def test_the_second_signal_aborts_within_a_step(tmp_path):
     process = _start(tmp_path, what="stuck")
-    process.send_signal(number)
-    time.sleep(0.5)
-    process.send_signal(number)
-    started = time.monotonic()
-    out, err = _finish(process, timeout=30)
-    assert time.monotonic() - started < 20 and process.returncode == 130, err
-    assert f"aborted: aborted by a second {number.name}" in out and "interrupted True restored True" in out
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    out, err = _finish(process)
+    assert process.returncode == 130, err
+    assert "aborted: aborted by a second SIGINT" in out and "interrupted True restored True" in out
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -81,11 +80,11 @@ def test_all_processes_stop_at_the_same_step(tmp_path, to_group):
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGTERM)
-    out, err = _finish(process, timeout=90)
+    out, err = _finish(process)
     assert process.returncode == 130, err
-    ranks = sorted(line for line in out.splitlines() if line.startswith("rank"))
-    step = int(ranks[0].split()[3])
-    assert ranks == [f"rank {r} step {step} interrupted True restored True" for r in (0, 1)]
+    ranks = sorted(re.findall(r"rank (\d) step (\d+) interrupted True restored True", out))
+    step = int(ranks[0][1])
+    assert ranks == [("0", str(step)), ("1", str(step))]
     assert os.listdir(tmp_path / "checkpoints") and resolve_checkpoint(step, tmp_path) is not None
     assert out.count("To continue") == 1
 
@@ -97,10 +96,20 @@ def test_an_abort_leaves_no_process_behind(tmp_path):
     for _ in range(2):
         process.send_signal(signal.SIGTERM)  # To the first process alone; the other is asleep in a step.
         time.sleep(0.5)
-    started = time.monotonic()
-    out, err = _finish(process, timeout=40)  # Returns once no process holds the pipes any more.
-    assert time.monotonic() - started < 30 and process.returncode == 130, err
+    out, err = _finish(process)  # Returns once no process holds the pipes any more.
+    assert process.returncode == 130, err
     assert "aborted by a second SIGTERM" in out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_full_disk_ends_all_processes_with_the_same_line(tmp_path):
+    process = _start(tmp_path, devices=2, what="full")
+    out, err = _finish(process)
+    assert process.returncode == 2, err
+    failed = sorted(re.findall(r"rank (\d) failed at step (\d+): .*?No space left on device; it needs about", out))
+    assert failed == [("0", "3"), ("1", "3")]
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 class _Signal(Callback):
