@@ -64,7 +64,7 @@ def both(spec, **kwargs):
         ("tiny:sum", "tiny"),
         ("my_rows:listed", "import"),
         ("pkg.mod:Class.method", "import"),
-        ("trl-lib/tldr", "hub"),
+        ("some-org/rows", "hub"),
         ("imdb", "hub"),
         ("data/rows.jsonl", "files"),
         ("./rows", "files"),
