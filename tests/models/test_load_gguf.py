@@ -16,7 +16,7 @@ from workbench.models.tokenizer import load_tokenizer
 gguf = pytest.importorskip("gguf")
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 1]])
-TOKENS = ["<unk>", "<|start|>", "<|end|>", *"abcdefg", "ab"]
+TOKENS = ["<unk>", "<|start|>", "<|end|>", *"abcdefg", "ab", "cd"]
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -69,7 +69,7 @@ def write_gguf(path, model):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([2, 3, 3] + [1] * (len(TOKENS) - 3))  # unknown, control, normal
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)

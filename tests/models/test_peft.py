@@ -48,6 +48,12 @@ def disturb(model, seed=0):
     return model
 
 
+def checkpoint_activations(model):
+    base_model = model.get_base_model()
+    enable = getattr(base_model, "activation_checkpointing_enable", None) or base_model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def message(model, *args, **kwargs):
     with pytest.raises(UserError) as caught:
         apply_peft(model, PeftSpec(*args, **kwargs))
@@ -298,7 +304,7 @@ class TestSeveral:
     def test_switching_between_forward_and_backward(self):
         def gradients(switch):
             model = disturb(apply_peft(base(), PeftSpec(r=2))).train()
-            model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
             loss = model(IDS, labels=IDS, use_cache=False).loss
             if switch:
                 with use_adapter(model, None), torch.no_grad():
@@ -328,7 +334,7 @@ class TestGradientCheckpointing:
         def gradients(checkpointing):
             model = disturb(apply_peft(base(), PeftSpec(r=2, **kind))).train()
             if checkpointing:
-                model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+                checkpoint_activations(model)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 model(IDS, labels=IDS, use_cache=False).loss.backward()
