@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -173,12 +174,12 @@ def read(folder: pathlib.Path, cfg: DictConfig | None = None) -> Run:
 
 
 def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, objects: dict[str, Any]) -> Run:
-    started = time.perf_counter()
     checker.check_targets(cfg)
     parts = build(cfg, **objects)
     first = rundir.is_first()
     if first:
         _announce(cfg, folder, checkpoint)
+    started = time.perf_counter()
     with _children_end_with_us(parts.trainer):
         parts.trainer.fit(parts.method, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True)
     run = Run(folder, cfg, final_metrics(parts.trainer), is_interrupted(parts.trainer), parts.method, parts.trainer)
@@ -206,6 +207,7 @@ def build(cfg: DictConfig, **objects: Any) -> Parts:
     import lightning as L
     import torch
 
+    _quiet_libraries()
     node = checker.to_plain(cfg)
     L.seed_everything(node["seed"], workers=True, verbose=False)
     torch.set_float32_matmul_precision(node["matmul_precision"])
@@ -214,6 +216,15 @@ def build(cfg: DictConfig, **objects: Any) -> Parts:
     loggers = objects.pop("logger", None) or _build_named(node["logger"])
     method = build_method(node, objects)
     return Parts(method, data, build_trainer(node, callbacks, loggers))
+
+
+def _quiet_libraries() -> None:
+    """Leaves out what Lightning says about itself at every start."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")  # they are reduced already
 
 
 def build_data(node: Mapping[str, Any], objects: dict[str, Any]) -> Any:
@@ -350,6 +361,8 @@ def _value(value: Any) -> str:
         return "{" + " ".join(f"{k}={_value(v)}" for k, v in value.items() if not str(k).startswith("_") and v is not None) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        return value if value and value.isprintable() and not value.isspace() else json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

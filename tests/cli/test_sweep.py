@@ -67,9 +67,9 @@ def _record(job, lr, loss, code=0):
 
 def test_summary_ranks_names_the_best_and_writes_table_and_plot(tmp_path):
     records = [_record(0, "1e-3", 0.5), _record(1, "1e-2", 0.25), _record(2, "1e-1", float("nan")), _record(3, "1", 0, code=1)]
-    text = sweep.summary(records, "val/loss", "min", tmp_path)
+    text = sweep.summary(records, "val/loss", "min", tmp_path, ["optim.lr=1e-3,1e-2,1e-1", "model=tiny", "sweep=x"])
     assert "best val/loss: job 1" in text
-    assert "again: workbench train optim.lr=1e-2 model=tiny" in text
+    assert "again: workbench train model=tiny optim.lr=1e-2" in text
     table = pd.read_csv(tmp_path / "sweep.csv")
     assert list(table["job"]) == [1, 0, 2, 3]
     assert "model" not in table  # only what was varied

@@ -69,6 +69,11 @@ def _with_run_dir(cfg: DictConfig) -> DictConfig:
     return OmegaConf.create(unresolved)
 
 
+def check_keys(path: str, values: dict, definition: dict, owner: str) -> None:
+    """Raises `UserError` unless ``values`` fits the keys of ``definition``."""
+    _Walker(_imported_definition).keys(path, values, definition, owner)
+
+
 def check_targets(cfg: DictConfig) -> None:
     """Imports every ``_target_`` of ``cfg`` and checks its keys against the signature; raises `UserError`."""
     walker = _Walker(_imported_definition)

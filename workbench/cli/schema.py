@@ -24,6 +24,8 @@ from workbench.cli.settings import COMMAND_SETTINGS, Target
 SCHEMA_FILE = pathlib.Path(__file__).with_name("schema.json")
 OWN = "workbench."
 SOURCE = "workbench.data.source_spec.SourceSpec"  # what a mapping in data.train and data.eval describes
+# Whose ``**kwargs`` go to another package's class.
+OPTIONS_FROM = {"lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel"}
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", pathlib.Path: "string"}
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -105,15 +107,19 @@ def describe(target: Callable, refs: set[str] | None = None) -> dict:
     if described["additionalProperties"] and base is not None:
         inherited = describe(base, refs)
         described["properties"] = inherited["properties"] | described["properties"]
-        described["required"] = list(dict.fromkeys(described["required"] + inherited["required"]))
+        if base.__module__.startswith(OWN):  # others' required arguments are filled in by who takes them
+            described["required"] = list(dict.fromkeys(described["required"] + inherited["required"]))
         described["additionalProperties"] = inherited["additionalProperties"]
     return described
 
 
 def _options_from(target: Callable) -> type | None:
-    """The class that takes the ``**kwargs`` of a class of ours."""
+    """The class that takes the ``**kwargs`` of ``target``, if it is known."""
     if not isinstance(target, type) or hasattr(target, "options_from"):
         return getattr(target, "options_from", None)
+    name = f"{target.__module__}.{target.__qualname__}"
+    if name in OPTIONS_FROM:
+        return locate(OPTIONS_FROM[name])
     owners = [c for c in target.__mro__ if "__init__" in vars(c) and c.__module__.startswith(OWN)]
     return owners[1] if len(owners) > 1 else None
 
@@ -205,7 +211,8 @@ def build() -> dict:
     for command, (_, settings) in COMMAND_SETTINGS.items():
         commands[command] = describe(settings, refs)
     for file in sorted(config_dir().rglob("*.yaml")):
-        refs.update(targets_in(file.read_text()))
+        if "hydra" not in file.relative_to(config_dir()).parts:  # its own plugins
+            refs.update(targets_in(file.read_text()))
     definitions: dict[str, dict] = {}
     while pending := sorted(refs - definitions.keys()):
         for path in pending:

@@ -22,20 +22,34 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from workbench.cli import check as checker
-from workbench.cli import config, rundir
+from workbench.cli import config, rundir, schema
 from workbench.cli.flags import quote
 from workbench.errors import UserError
 
 RESULT_FILE = "result.json"
 TABLE_FILE = "sweep.csv"
+PLUGIN = "hydra_plugins.workbench.SubprocessLauncher"  # Hydra builds classes of this package alone; no such module exists
 MAX_CHECKED = 24  # compositions checked before the first job starts
 
 
 class JobFailed(RuntimeError):
     """A job ended with another exit code than 0."""
+
+
+class FailedReturn(JobReturn):
+    """A failed job for Hydra, whose own class also prints all the overrides to stderr."""
+
+    @property
+    def return_value(self) -> Any:
+        """Raises what went wrong."""
+        raise self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
 
 
 class SubprocessLauncher(Launcher):
@@ -51,6 +65,7 @@ class SubprocessLauncher(Launcher):
         self.devices = devices
         self.config: DictConfig | None = None
         self.running: list[subprocess.Popen] = []
+        self.varied: list[str] = []
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         """Called by Hydra with the sweep's configuration; jobs are commands, so that the task function is not needed."""
@@ -64,7 +79,8 @@ class SubprocessLauncher(Launcher):
         folder.mkdir(parents=True, exist_ok=True)
         slots = list(self.devices or [None] * self.n_jobs)
         jobs = [(initial_job_idx + i, list(filter_overrides(o))) for i, o in enumerate(job_overrides)]
-        print(f"{len(jobs)} jobs, {min(self.n_jobs, len(jobs))} at a time", flush=True)
+        self.varied = _varied_keys([overrides for _, overrides in jobs])
+        print(f"{len(jobs)} jobs, {min(len(slots), len(jobs))} at a time", flush=True)
 
         def run(job: tuple[int, list[str]]) -> JobReturn:
             slot = slots.pop()
@@ -100,7 +116,8 @@ class SubprocessLauncher(Launcher):
         run_dir.mkdir(parents=True, exist_ok=True)
         command = job_command(overrides, run_dir)
         environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": str(devices)} if devices is not None else {})
-        print(f"job {number}: {' '.join(overrides) or '(no overrides)'}", flush=True)
+        values = " ".join(o for o in overrides if _split(o)[0] in self.varied)
+        print(f"job {number}: {values}".rstrip(": "), flush=True)
         started = time.time()
         with (run_dir / "log.txt").open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -130,7 +147,8 @@ def _record(run_dir: pathlib.Path, number: int, overrides: list[str], code: int,
 
 def _job_return(record: dict, cfg: DictConfig) -> JobReturn:
     """What Hydra's sweepers look at; an optimising sweeper (Optuna, Ax) minimises the value."""
-    result = JobReturn(overrides=record["overrides"], cfg=cfg, working_dir=os.getcwd())
+    kind = JobReturn if record["exit_code"] == 0 else FailedReturn
+    result = kind(overrides=record["overrides"], cfg=cfg, working_dir=os.getcwd())
     if record["exit_code"] == 0:
         result.status = JobStatus.COMPLETED
         value = record["metrics"].get(cfg.metric)
@@ -144,6 +162,7 @@ def _job_return(record: dict, cfg: DictConfig) -> JobReturn:
 def main(arguments, config_name: str) -> int:
     """Checks the jobs, runs them through Hydra's sweeper, prints the table; 1 if a job failed."""
     composed = config.load(arguments.overrides, config_name, arguments.config_dir, sweep=True)
+    check_hydra(composed)
     check_jobs(composed, arguments, config_name)
     folder = rundir.sweep_dir(composed.cfg)
     print(f"sweep in {folder}")
@@ -153,7 +172,7 @@ def main(arguments, config_name: str) -> int:
         pass
     finally:
         records = read_records(folder)
-        print(summary(records, composed.cfg.metric, composed.cfg.metric_goal, folder))
+        print(summary(records, composed.cfg.metric, composed.cfg.metric_goal, folder, composed.overrides))
     return 1 if any(r["exit_code"] for r in records) else 0
 
 
@@ -162,7 +181,7 @@ def _sweep(composed: config.Composed, arguments, config_name: str, folder: pathl
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.plugins import Plugins
 
-    Plugins.instance().register(SubprocessLauncher)
+    Plugins.instance().class_name_to_class[PLUGIN] = SubprocessLauncher
     hydra = Hydra(task_name="workbench", config_loader=config.make_loader(arguments.config_dir))
     overrides = [*composed.overrides, *composed.hydra_overrides, f"hydra.sweep.dir={quote(str(folder))}"]
     overrides = [o for o in overrides if not o.startswith("hydra.mode=")] + ["hydra.mode=MULTIRUN"]
@@ -180,6 +199,17 @@ def _sweep(composed: config.Composed, arguments, config_name: str, folder: pathl
 
 def _no_task(cfg: DictConfig) -> None:
     raise RuntimeError("a sweep needs hydra/launcher=subprocess, which starts the jobs as commands")
+
+
+def check_hydra(composed: config.Composed) -> None:
+    """Raises `UserError` for options of Hydra's that a sweep takes from elsewhere, and for unknown ones of the launcher."""
+    for override in composed.hydra_overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key in ("hydra.sweep.dir", "hydra.run.dir"):
+            raise UserError(f"{key} is not read: set paths.sweep_dir.")
+    launcher = OmegaConf.to_container(composed.hydra.launcher)
+    if launcher.get("_target_") == PLUGIN:
+        checker.check_keys("hydra.launcher", launcher, schema.describe(SubprocessLauncher), "the launcher")
 
 
 def check_jobs(composed: config.Composed, arguments, config_name: str) -> None:
@@ -226,11 +256,11 @@ def read_records(folder: pathlib.Path) -> list[dict]:
     return sorted(records, key=lambda r: r["job"])
 
 
-def summary(records: list[dict], metric: str, goal: str, folder: pathlib.Path) -> str:
+def summary(records: list[dict], metric: str, goal: str, folder: pathlib.Path, typed: Sequence[str] = ()) -> str:
     """Writes ``sweep.csv`` and ``sweep.png`` and returns the table to print, best job first."""
     if not records:
         return "no job was run"
-    varied = _varied_keys(records)
+    varied = _varied_keys([r["overrides"] for r in records])
     rows = [_row(r, varied) for r in _ranked(records, metric, goal)]
     columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     _write_csv(folder / TABLE_FILE, columns, rows)
@@ -239,7 +269,7 @@ def summary(records: list[dict], metric: str, goal: str, folder: pathlib.Path) -
     best = _ranked(records, metric, goal)[0]
     if best["exit_code"] == 0 and metric in best["metrics"]:
         lines.append(f"best {metric}: job {best['job']}, {folder / str(best['job'])}")
-        lines.append(f"again: workbench train {' '.join(shlex.quote(o) for o in best['overrides'])}")
+        lines.append(f"again: workbench train {shlex.join(_as_typed(best['overrides'], varied, typed))}")
     elif metric not in best["metrics"]:
         lines.append(f"no job logged metric={metric}; logged: {', '.join(sorted(best['metrics'])) or 'nothing'}")
     plotted = _plot(records, varied, metric, folder / "sweep.png")
@@ -252,10 +282,16 @@ def _split(override: str) -> tuple[str, str]:
     return key, value
 
 
-def _varied_keys(records: list[dict]) -> list[str]:
+def _as_typed(overrides: list[str], varied: list[str], typed: Sequence[str]) -> list[str]:
+    """A job's overrides with those that all jobs share as the user wrote them."""
+    shared = [o for o in typed if _split(o)[0] not in (*varied, "sweep")]
+    return [*shared, *(o for o in overrides if _split(o)[0] in varied)]
+
+
+def _varied_keys(jobs: list[list[str]]) -> list[str]:
     values: dict[str, set] = {}
-    for record in records:
-        for override in record["overrides"]:
+    for overrides in jobs:
+        for override in overrides:
             key, value = _split(override)
             values.setdefault(key, set()).add(value)
     return [key for key, seen in values.items() if len(seen) > 1]
