@@ -85,6 +85,21 @@ def loading_kwargs(file: Path) -> dict[str, Any]:
     return kwargs
 
 
+def read_tokenizer(file: Path, config: transformers.PreTrainedConfig | None = None) -> Any:
+    """The tokenizer in a GGUF file, with the special tokens that the file gives (``config``, read if None).
+
+    Some releases of transformers (5.17) take the first token of the template for the EOS.
+    """
+    folder = str(file.parent)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    config = config or transformers.AutoConfig.from_pretrained(folder, gguf_file=file.name)
+    for role in ("bos_token", "eos_token", "pad_token"):
+        token = getattr(config, f"{role}_id", None)
+        if isinstance(token, int) and token != getattr(tokenizer, f"{role}_id"):
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+    return tokenizer
+
+
 def _convert_to(file: Path, target: Path) -> None:
     temporary = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -103,7 +118,7 @@ def _convert_to(file: Path, target: Path) -> None:
 def _write(file: Path, directory: str) -> None:
     folder, kwargs = str(file.parent), loading_kwargs(file)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **kwargs)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    tokenizer = read_tokenizer(file, model.config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -7,7 +7,6 @@ writes. Cloning is the one way by which a vocabulary grows; the model's embeddin
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from torch import nn
@@ -149,10 +148,9 @@ def _read(spec: ModelSpec) -> PreTrainedTokenizerBase:
         return tiny_tokenizer()
     if location.kind == "adapter":  # one saved without its tokenizer
         return _read(base_spec(spec, location.path))
-    path, kwargs = _arguments(spec, location)
     try:
         with readable_errors(spec, location):
-            return AutoTokenizer.from_pretrained(path, **kwargs)
+            return _from_location(spec, location)
     except UserError as error:
         raise _explain(spec, error) from error
 
@@ -164,17 +162,19 @@ def _locate(spec: ModelSpec) -> Location:
     return locate(spec.name, gguf_file=spec.gguf_file, revision=spec.revision)
 
 
-def _arguments(spec: ModelSpec, location: Location) -> tuple[str, dict[str, Any]]:
+def _from_location(spec: ModelSpec, location: Location) -> PreTrainedTokenizerBase:
     if location.kind == "hub":
-        return location.path, {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
+        return AutoTokenizer.from_pretrained(
+            location.path, revision=spec.revision or "main", trust_remote_code=spec.trust_remote_code
+        )
     if location.kind == "gguf":
         file = Path(location.path)
         gguf.check_readable(file)
         found = gguf.converted(file)
-        return (str(found), {}) if found else (str(file.parent), {"gguf_file": file.name})
+        return AutoTokenizer.from_pretrained(found) if found else gguf.read_tokenizer(file)
     if not _has_files(location.path):
         raise UserError(f"{location.path} holds no tokenizer; name the one it was trained with as model.tokenizer.")
-    return location.path, {"trust_remote_code": spec.trust_remote_code}
+    return AutoTokenizer.from_pretrained(location.path, trust_remote_code=spec.trust_remote_code)
 
 
 def _has_files(directory: str | Path) -> bool:
@@ -182,7 +182,9 @@ def _has_files(directory: str | Path) -> bool:
 
 
 def _explain(spec: ModelSpec, error: UserError) -> UserError:
-    text = str(error.__cause__ or error)
+    if error.__cause__ is None:
+        return error
+    text = str(error.__cause__)
     if "sentencepiece" in text or "tiktoken" in text:
         return UserError(
             f"The tokenizer of {spec.name!r} is not in the fast format, or is damaged; to convert it: "
