@@ -227,11 +227,3 @@ def test_the_cache_holds_a_plain_model(written):
     path, model = written
     directory = conversion.convert(path)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model), rtol=1e-5, atol=1e-5)
-
-
-def test_cache_home(monkeypatch):
-    monkeypatch.setenv("WORKBENCH_CACHE", "/a")
-    assert str(conversion.cache_home()) == "/a"
-    monkeypatch.delenv("WORKBENCH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert str(conversion.cache_home()) == "/b/workbench"

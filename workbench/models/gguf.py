@@ -18,6 +18,7 @@ from typing import Any
 import transformers
 from filelock import FileLock
 
+from workbench.cache import cache_home
 from workbench.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 # What a cut file, an unknown architecture or an unknown block type raise.
 READ_ERRORS = (ValueError, KeyError, IndexError, TypeError, RuntimeError, struct.error)
-
-
-def cache_home() -> Path:
-    """``$WORKBENCH_CACHE``, else ``$XDG_CACHE_HOME/workbench``, else ``~/.cache/workbench``."""
-    if own := os.environ.get("WORKBENCH_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "workbench"
 
 
 def converted(file: Path) -> Path | None:
@@ -85,18 +79,18 @@ def loading_kwargs(file: Path) -> dict[str, Any]:
     return kwargs
 
 
-def read_tokenizer(file: Path, config: transformers.PreTrainedConfig | None = None) -> Any:
-    """The tokenizer in a GGUF file, with the special tokens that the file gives (``config``, read if None).
+def read_tokenizer(file: Path) -> Any:
+    """The tokenizer in a GGUF file, with the special tokens that the file names.
 
     Some releases of transformers (5.17) take the first token of the template for the EOS.
     """
-    folder = str(file.parent)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    config = config or transformers.AutoConfig.from_pretrained(folder, gguf_file=file.name)
-    for role in ("bos_token", "eos_token", "pad_token"):
-        token = getattr(config, f"{role}_id", None)
-        if isinstance(token, int) and token != getattr(tokenizer, f"{role}_id"):
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+    import gguf
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    fields = gguf.GGUFReader(file).fields
+    for role, name in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        if field := fields.get(f"tokenizer.ggml.{name}_token_id"):
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.contents())))
     return tokenizer
 
 
@@ -118,7 +112,7 @@ def _convert_to(file: Path, target: Path) -> None:
 def _write(file: Path, directory: str) -> None:
     folder, kwargs = str(file.parent), loading_kwargs(file)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **kwargs)
-    tokenizer = read_tokenizer(file, model.config)
+    tokenizer = read_tokenizer(file)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
