@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
 from workbench.data.formats import normalise_row
 from workbench.data.jsontext import decode_row
@@ -151,3 +152,28 @@ def test_streams_resume_at_the_row_and_travel_to_other_processes():
             next(iterator)
         stream.load_state_dict(stream.state_dict())
         assert list(stream) == rows[position:]
+
+
+@pytest.mark.parametrize("spec", [{"sources": sources(weight=(1, 1))}, sources(shuffle=(1, 2))[0]], ids=["mixed", "shuffled"])
+def test_order_of_a_stream_does_not_depend_on_the_loader_worker(spec):
+    stream = load_source(spec, streaming=True)
+    rows = list(stream)
+    assert rows == list(stream) == list(DataLoader(stream, batch_size=None, num_workers=1))
+    with pytest.raises(UserError, match="is read by one worker, not 2: set"):
+        list(DataLoader(stream, batch_size=None, num_workers=2))
+
+
+def test_shuffled_streams_give_each_row_once_and_resume_at_the_row(monkeypatch):
+    monkeypatch.setattr("workbench.data.sources._SHUFFLE_BUFFER", 7)
+
+    def make():
+        return load_source({"path": Dataset.from_list(A), "shuffle": 3}, streaming=True)
+
+    rows = [row["text"] for row in make()]
+    assert sorted(rows) == sorted(r["text"] for r in A) and rows != [r["text"] for r in A]
+    stream = make()
+    iterator = iter(stream)
+    for _ in range(11):
+        next(iterator)
+    stream.load_state_dict(stream.state_dict())
+    assert [row["text"] for row in stream] == rows[11:]

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, interleave_datasets
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
 from workbench.data.conversions import canonicalise, column_names
 from workbench.data.formats import ALIASES, SYSTEM_COLUMNS, detect_type
 from workbench.data.jsontext import decode_value, encode_value
+from workbench.data.streams import Draw, stream_of
 from workbench.errors import UserError, check_choice
 
 Rows = Dataset | IterableDataset
@@ -43,10 +44,10 @@ def mix(datasets: list[Any], labels: list[str], weights: list[float | None], int
         return datasets[0]
     if interleave == "concatenate":
         return concatenate_datasets(datasets)
-    shares = [1.0 if w is None else float(w) for w in weights]
-    probabilities = [share / sum(shares) for share in shares]
-    # always with probabilities: without them map-style and streaming data sets stop at different rows
-    return interleave_datasets(datasets, probabilities=probabilities, seed=seed, stopping_strategy=interleave)
+    draw = Draw([1.0 if w is None else float(w) for w in weights], seed, interleave == "all_exhausted")
+    if isinstance(datasets[0], Dataset):
+        return concatenate_datasets(datasets).select(draw.order([len(dataset) for dataset in datasets]))
+    return stream_of(draw.rows, datasets)
 
 
 def unify(datasets: list[Any], labels: list[str]) -> list[Rows]:

@@ -18,6 +18,7 @@ from workbench.data.mixtures import Interleave, mix
 from workbench.data.source_loaders import load_rows
 from workbench.data.source_spec import SourceSpec, is_mixture, make_spec
 from workbench.data.splits import limit_rows, split_off
+from workbench.data.streams import Shuffle, stream_of
 from workbench.errors import UserError, nearest
 
 __all__ = ["SourceSpec", "load_source", "split_off"]
@@ -88,10 +89,16 @@ def _apply_options(rows: Rows, spec: SourceSpec) -> Rows:
         rows = _filter(rows, partial(_keeps, keep=keep))
         _refuse_empty(rows, spec, f"holds no row that the filter {spec.filter} keeps")
     if spec.shuffle is not None:
-        rows = rows.shuffle(seed=spec.shuffle, **({} if isinstance(rows, Dataset) else {"buffer_size": _SHUFFLE_BUFFER}))
+        rows = _shuffle(rows, spec.shuffle)
     if spec.limit is not None:
         rows = limit_rows(rows, spec.limit, spec.label)
     return rows if spec.convert is None else convert(rows, spec.convert)
+
+
+def _shuffle(rows: Rows, seed: int) -> Rows:
+    if isinstance(rows, Dataset):
+        return rows.shuffle(seed=seed)
+    return stream_of(Shuffle(seed, _SHUFFLE_BUFFER).rows, [rows])
 
 
 def _refuse_empty(rows: Rows, spec: SourceSpec, what: str) -> None:
