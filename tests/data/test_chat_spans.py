@@ -82,6 +82,23 @@ def test_an_empty_turn_is_its_terminator():
     assert texts(CHATML, [user("q"), assistant(""), user("r"), assistant("")]) == ["<|im_end|>", "<|im_end|>"]
 
 
+def test_an_empty_turn_is_found_where_the_template_prints_it_otherwise_than_a_full_one():
+    template = CHATML.replace("m.content +", "(' ' + m.content if m.content else '') +")
+    assert texts(template, [user("q"), assistant(""), user("r"), assistant("a")]) == ["<|im_end|>", " a<|im_end|>"]
+
+
+def test_a_call_without_arguments_is_found_where_its_name_comes_again_with_the_result():
+    template = TOOLS.replace("'\n' + m.content }}", "'\n' + m.content + (m.name or '') }}")
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    messages = [
+        user("now"),
+        assistant("", tool_calls=[call]),
+        {"role": "tool", "name": "now", "content": "12"},
+        assistant("noon"),
+    ]
+    assert texts(template, messages) == ['<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>', "noon<|im_end|>"]
+
+
 def test_next_role_marker_is_the_terminator_and_the_last_turn_has_none():
     conversation = ChatRenderer(with_template(t2(), M4)).locate(TWO_TURNS)
     assert [conversation.turns[i].terminated for i in (1, 3)] == [True, False]
@@ -130,7 +147,7 @@ def test_tool_calls_are_part_of_the_turn_whatever_their_arguments():
 def test_a_turn_that_the_template_does_not_print_has_no_place():
     call = {"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
     conversation = ChatRenderer(with_template(t2(), CHATML)).locate([user("q"), assistant("", tool_calls=[call])])
-    assert conversation.turns[1] == "the template prints nothing of message 1"
+    assert conversation.turns[1] == "the template prints no text and no tool call of message 1"
     assert conversation.text_dropped
 
 

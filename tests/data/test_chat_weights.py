@@ -133,7 +133,9 @@ def test_untrained_rows_are_counted_dropped_and_an_error_if_there_are_no_others(
 
 def test_a_template_that_hides_the_assistant_is_an_error_before_training():
     tokenizer = with_template(t2(), CHATML.replace("m.content", "m.content | upper"))
-    with pytest.raises(UserError, match=r"Row 0, column 'messages'.*message 1 \(assistant\)"):
+    with pytest.raises(
+        UserError, match=r"Row 0, column 'messages'.*train_on=assistant.*\[[0-9a-f]{12}\].*message 1 is not where"
+    ):
         rows_of([{"messages": [user("q"), assistant("a")]}], tokenizer, train_on="assistant")
 
 

@@ -86,7 +86,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.fold_system = fold_system
-        self.ends = Ends(tokenizer.eos_token, frozenset(tokenizer.all_special_tokens))
+        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.ends = Ends(tokenizer.eos_token, frozenset((*tokenizer.all_special_tokens, *added)))
         self._plans: dict[str, Plan | str] = {}
         self._known: dict[str, _Facts] = {}
 

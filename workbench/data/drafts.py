@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.data.chat import ChatRenderer, Conversation
 from workbench.data.images import count_images
-from workbench.data.spans import Turn
+from workbench.data.spans import SpanError, Turn
 from workbench.data.targets import END, Span, Targets, TrainOn, resolve_train_on
 from workbench.errors import UserError
 
@@ -155,7 +155,13 @@ class Drafter:
         whole = self.data_type == "prompt_completion" and targets.train_on in ("all", "assistant", "last_turn")
         first, start = (0, 0) if whole else (count, boundary)
         conversation = conversation or Conversation(text, tuple(m["role"] for m in messages))
-        spans = targets.spans(conversation, messages, first, start)
+        try:
+            spans = targets.spans(conversation, messages, first, start)
+        except SpanError as error:
+            raise UserError(
+                f"the tokens that data.train_on={targets.train_on} (or a role or message weight) asks for cannot be told with the "
+                f"chat template {self.renderer.describe()}: {error}. Use data.train_on=all, or a template with generation markers."
+            ) from None
         return RowDraft([Draft(text, spans, boundary)], flags=_flags(conversation, targets, messages, first))
 
 

@@ -132,8 +132,7 @@ def _cut(text: str, skeleton: Skeleton) -> tuple[list[str], list[int]]:
     literals, slots, position = [], [], 0
     for match in SENTINEL.finditer(text):
         slot = skeleton.sentinels.get(match.group())
-        # a function's name is repeated where its result is told: the first place is the call
-        if slot is None or (slot in slots and skeleton.slots[slot].kind == "name"):
+        if slot is None:
             continue
         literals.append(text[position : match.start()])
         slots.append(slot)
@@ -153,15 +152,20 @@ class _Shape:
 
     def plan_turn(self, message: int) -> TurnPlan | str:
         """The message's marks, or the reason why it has none."""
-        cuts = [k for k, slot in enumerate(self.slots) if self.skeleton.slots[slot].message == message]
+        cuts = [k for k, slot in enumerate(self.slots) if self.skeleton.slots[slot].message == message and self._own(k)]
         if not cuts:
-            return f"the template prints nothing of message {message}"
+            return f"the template prints no text and no tool call of message {message}"
         if len(cuts) != cuts[-1] - cuts[0] + 1:
             return f"the template prints the text of message {message} in several places"
         try:
             return self._plan_turn(message, cuts)
         except SpanError as error:
             return str(error)
+
+    def _own(self, cut: int) -> bool:
+        """Whether a slot's place is the message's: a function's name comes again where its result is told."""
+        slot = self.slots[cut]
+        return self.skeleton.slots[slot].kind != "name" or slot not in self.slots[:cut]
 
     def _plan_turn(self, message: int, cuts: list[int]) -> TurnPlan:
         gap = self.literals[cuts[0]]
@@ -312,7 +316,7 @@ def turn_end(ended: str, after: str, last: bool, ends: Ends, header: str = "", o
 def _closes(text: str, ends: Ends, header: str) -> bool:
     """Whether ``text`` holds something that can end a turn: a special token, a tag that closes nothing, or the header's own."""
     tags = [*TAGS.findall(text), *(special for special in ends.specials if special in text)]
-    return any(tag == "</s>" or "/" not in tag[:2] or tag.replace("/", "", 1) in header for tag in tags)
+    return any(tag == "</s>" or "/" not in tag[:3] or tag.replace("/", "", 1) in header for tag in tags)
 
 
 def _boundary(text: str, length: int) -> int:
@@ -351,7 +355,8 @@ def _prefix_turn(messages: list[dict[str, Any]], i: int, text: str, render: Rend
     start = header_length(prompt, text, i)
     content = messages[i].get("content")
     core = re.split(TAGS, content)[-1].strip() if isinstance(content, str) else ""
-    at = text.rfind(core, start, len(alone)) if core else -1
+    empty = content == "" and not messages[i].get("tool_calls")
+    at = text.rfind(core, start, len(alone)) if core else start if empty else -1
     if at < 0 or not _SCAFFOLD.fullmatch(text, at + len(core), len(alone)):
         raise SpanError(f"the text of message {i} is not where its rendering ends")
     close = at + len(core)

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from workbench.data.chat import Conversation
-from workbench.data.spans import Turn
+from workbench.data.spans import SpanError, Turn
 from workbench.errors import UserError, check_choice
 
 TrainOn = Literal["auto", "all", "completion", "assistant", "last_turn"]
 Span = tuple[int, int, float]
 END = 1 << 30  # past every text's end: such a span takes the end-of-sequence token in, too
 
-_TEXT = "text rows have no turns"
 # what can be trained, by (type, conversational); the first is what ``auto`` means
 _CHOICES: dict[tuple[str, bool], tuple[str, ...]] = {
     ("language_modeling", False): ("all",),
@@ -83,7 +82,7 @@ class Targets:
             boundary: first character that may be trained.
 
         Raises:
-            UserError: a message to train has no place in the rendering.
+            SpanError: a message to train has no place in the rendering.
         """
         stretch = self.train_on in ("all", "completion") and not self.role_weights
         spans: list[Span] = [(boundary, END, 1.0)] if stretch else []
@@ -110,7 +109,7 @@ class Targets:
     def _message(self, conversation: Conversation, i: int, weight: float, stretch: bool) -> list[Span]:
         turn = conversation.turns[i]
         if not isinstance(turn, Turn):
-            raise UserError(f"which tokens of message {i} ({conversation.roles[i]}) to train cannot be told: {turn}")
+            raise SpanError(turn)
         spans = [(turn.start, turn.end, weight)]
         if turn.reasoning and weight and not stretch and "reasoning" in self.role_weights:
             spans.append((*turn.reasoning, float(self.role_weights["reasoning"])))
