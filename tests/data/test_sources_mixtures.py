@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from workbench.data.formats import normalise_row
 from workbench.data.jsontext import decode_row
 from workbench.data.sources import load_source
+from workbench.data.streams import refuse_workers
 from workbench.errors import UserError
 
 A = [{"text": f"a{i}"} for i in range(40)]
@@ -159,8 +161,17 @@ def test_order_of_a_stream_does_not_depend_on_the_loader_worker(spec):
     stream = load_source(spec, streaming=True)
     rows = list(stream)
     assert rows == list(stream) == list(DataLoader(stream, batch_size=None, num_workers=1))
-    with pytest.raises(UserError, match="is read by one worker, not 2: set"):
-        list(DataLoader(stream, batch_size=None, num_workers=2))
+
+
+def test_several_loader_workers_are_refused(monkeypatch):
+    refuse_workers()
+    for count in (1, 2):
+        monkeypatch.setattr("torch.utils.data.get_worker_info", lambda count=count: SimpleNamespace(num_workers=count))
+        if count == 2:
+            with pytest.raises(UserError, match="is read by one worker, not 2: set"):
+                refuse_workers()
+        else:
+            refuse_workers()
 
 
 def test_shuffled_streams_give_each_row_once_and_resume_at_the_row(monkeypatch):
