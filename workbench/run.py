@@ -318,12 +318,39 @@ def is_interrupted(trainer: Any) -> bool:
 
 
 def _save_model(run: Run) -> None:
+    """Writes <run_dir>/model with a card; every process takes part, since weights may be sharded."""
     folder = run.dir / MODEL_FOLDER
-    run.method.save_pretrained(folder)
+    run.method.save_pretrained(folder, card=_card(run), **({"merge": True} if run.config.merge_adapter else {}))
     if run.config.push_to_hub and rundir.is_first():
         from workbench.models.save import push_to_hub
 
-        push_to_hub(folder, run.config.push_to_hub)
+        push_to_hub(folder, run.config.push_to_hub, private=run.config.hub_private)
+
+
+def _card(run: Run) -> str:
+    from workbench.models.card import model_card
+
+    plain = checker.to_plain(run.config)
+    return model_card(
+        name=run.config.push_to_hub or run.config.name,
+        method=plain["method"]["_target_"].rsplit(".", 1)[-1].lower(),
+        base_model=plain["model"].get("name"),
+        datasets=source_names(plain["data"].get("train")),
+        hyperparameters={
+            key: plain[key] for key in ("method", "data", "optim", "scheduler", "peft", "trainer", "seed") if plain.get(key)
+        },
+        metrics={k: v for k, v in run.metrics.items() if "/" in k},
+        adapter=plain.get("peft") is not None,
+    )
+
+
+def source_names(source: Any) -> list[str]:
+    """Names of the data sets in a training source."""
+    if isinstance(source, list):
+        return [name for item in source for name in source_names(item)]
+    if isinstance(source, dict):
+        return source_names(source.get("sources", source.get("path")))
+    return [source] if isinstance(source, str) else []
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

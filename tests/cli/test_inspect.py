@@ -129,13 +129,16 @@ def test_the_default_is_without_fault(capsys):
     assert "0 faults, 0 warnings" in out
 
 
+LABELS = ("rows in -> out", "messages", "rows per step", "steps per epoch")
+
+
 def test_the_report_in_a_terminal(capsys):
     assert main(["inspect", "rows=1", "data.train={path: 'tiny:sums', kwargs: {size: 130}}", *NO_EVAL]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "«92<|im_end|>↵»" in lines
-    facts = {line[:40].strip(): line[40:].strip() for line in lines}
-    found = [next(v for k, v in facts.items() if k.startswith(name)) for name in ("rows in", "steps per epoch", "padding")]
-    assert found[:2] == ["130 -> 130", "2"] and found[2].endswith("%")
+    facts = {label: next(line[len(label) :].strip() for line in lines if line.startswith(label)) for label in LABELS}
+    assert facts["rows in -> out"] == "130 -> 130" and facts["steps per epoch"] == "2" and facts["rows per step"] == "128"
+    assert facts["messages"] == "user 130, assistant 130"
     bars = [line for line in lines if "█" in line or "▏" in line]
     assert sum(int(line.split()[-1]) for line in bars) == 130
 

@@ -3,7 +3,9 @@
 This module and `help` import nothing heavy, so that ``workbench --help`` answers at once.
 """
 
+import os
 import sys
+import time
 
 COMMANDS = {
     "train": "train a model (add -m to sweep over comma-separated values)",
@@ -24,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except UserError as error:
-        print(f"workbench: {error}", file=sys.stderr)
+        _tell(f"workbench: {error}")
         return USAGE
     except BrokenPipeError:  # the reader of our output has gone (| head)
         sys.stderr.close()
@@ -37,6 +39,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"workbench: {error}", file=sys.stderr)
         return INTERRUPTED
+
+
+def _tell(message: str) -> None:
+    """Prints an error once: a process that another one started says it only if that one has not ended it meanwhile."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)
+        message = f"[rank {os.environ['LOCAL_RANK']}] {message}"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _is_abort(error: BaseException) -> bool:

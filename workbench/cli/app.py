@@ -1,13 +1,14 @@
 """From a command's arguments to its work: flags, composition, check, then the command's own module."""
 
 import importlib
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 from omegaconf import DictConfig, OmegaConf
 
 from workbench.cli import check as checker
-from workbench.cli import config
+from workbench.cli import config, rundir
 from workbench.cli.flags import Arguments, parse
 from workbench.cli.settings import COMMAND_SETTINGS
 from workbench.errors import UserError
@@ -15,6 +16,7 @@ from workbench.errors import UserError
 
 def run_command(command: str, argv: Sequence[str]) -> int:
     """Composes and checks the configuration of ``command``, then prints it, sweeps over it or runs it."""
+    _set_up_logging()
     module = _module(command)
     arguments = parse(module.rewrite(list(argv)) if hasattr(module, "rewrite") else argv)
     if hasattr(module, "expand"):  # such as resume=, which brings the overrides of the run it continues
@@ -36,6 +38,12 @@ def run_command(command: str, argv: Sequence[str]) -> int:
     if command == "train":
         return module.main(composed.cfg, None if arguments.config_name else composed.overrides)
     return module.main(composed.cfg) or 0
+
+
+def _set_up_logging() -> None:
+    """Our own notices and everybody's warnings, as lines on stderr; of the first process alone."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("workbench").setLevel(logging.INFO if rundir.is_first() else logging.ERROR)
 
 
 def _module(command: str) -> ModuleType:

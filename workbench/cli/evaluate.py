@@ -11,6 +11,8 @@ from workbench.cli import resume
 from workbench.cli.flags import Arguments, quote
 from workbench.errors import UserError
 
+# Groups that evaluation has its own choice of.
+_REPLACED = ("peft", "callbacks", "logger", "debug")
 # Fields of the model that the saved folder holds itself by now.
 _SAVED = ("gguf_file", "revision", "tokenizer", "chat_template", "eos_token", "pad_token")
 
@@ -21,7 +23,7 @@ def expand(arguments: Arguments) -> Arguments:
     if wanted is None:
         return arguments
     folder = resume.run_folder(wanted, arguments.overrides)
-    saved = [o for o in resume.saved_overrides(folder) if resume.key_of(o).partition(".")[0] != "peft"]
+    saved = [o for o in resume.saved_overrides(folder) if resume.key_of(o).partition(".")[0] not in _REPLACED]
     model = [f"model.name={quote(str(model_folder(folder)))}", "model.init=pretrained", *(f"model.{f}=null" for f in _SAVED)]
     arguments.overrides = resume.merge(resume.merge(saved, [*model, "peft=none"]), arguments.overrides)
     return arguments

@@ -104,6 +104,18 @@ def _endless_training(cfg: dict) -> str | None:
 
 
 @rule("train")
+def _saving_options_without_effect(cfg: dict) -> str | None:
+    if cfg["merge_adapter"] and cfg.get("peft") is None:
+        return "merge_adapter=true has no effect without an adapter: choose peft=lora, or leave it out."
+    for key in ("merge_adapter", "push_to_hub"):
+        if cfg[key] and not cfg["save_model"]:
+            return f"{key}={cfg[key]} has no effect with save_model=false: set save_model=true."
+    if cfg["hub_private"] is not None and not cfg["push_to_hub"]:
+        return "hub_private has no effect without push_to_hub: name a repository, or leave it out."
+    return None
+
+
+@rule("train")
 def _monitor_without_evaluation(cfg: dict) -> str | None:
     if _get(cfg, "data.eval") is not None:
         return None

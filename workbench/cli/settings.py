@@ -75,7 +75,9 @@ class Train(Common):
         resume: continue a run: last, best, a step number, the path of a checkpoint or run folder; auto is last if there is one.
         exact_match: evaluation rows answered before, during and after training, where answers are short; 0 is off.
         save_model: write <run_dir>/model in the end, which transformers loads.
+        merge_adapter: with an adapter, also write the merged model, to <run_dir>/model/merged.
         push_to_hub: repository id to upload the saved model to; null does not upload.
+        hub_private: make that repository private; null is the account's default.
         matmul_precision: precision of fp32 products on CUDA: highest is exact, high uses TF32.
         metric: logged metric that a sweep ranks jobs by.
         metric_goal: whether the best job has the lowest or the highest metric.
@@ -89,7 +91,9 @@ class Train(Common):
     resume: str | int | None = None
     exact_match: int = 0
     save_model: bool = True
+    merge_adapter: bool = False
     push_to_hub: str | None = None
+    hub_private: bool | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     metric: str = "val/loss"
     metric_goal: Literal["min", "max"] = "min"
@@ -100,12 +104,16 @@ class InspectOptions:
     """What ``workbench inspect`` shows.
 
     Args:
-        rows: how many rows are printed with their trained tokens coloured.
+        rows: how many rows of a data set are printed with their trained tokens coloured, or which ones ([0, 17]).
         html: file to write the same report to as a page; null writes none.
+        tolerance: share of the rows from which on untrained, cut, unterminated or lost ones are a fault.
+        stream_rows: rows that are read of a stream.
     """
 
-    rows: int = 3
+    rows: int | list[int] = 4
     html: str | None = None
+    tolerance: float = 0.1
+    stream_rows: int = 1000
 
 
 @dataclass(kw_only=True)
@@ -113,9 +121,11 @@ class Inspect(Train):
     """Keys of ``workbench inspect``: those of train, and what to show.
 
     Args:
+        method: the method group; null prepares rows of any type.
         inspect: what is shown.
     """
 
+    method: Annotated[Any, Target("workbench.methods.base.Method")] | None = None
     inspect: InspectOptions = field(default_factory=InspectOptions)
 
 
