@@ -100,6 +100,12 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 
 
+def test_a_bad_row_in_another_process_is_named(tmp_path):
+    rows = [{"messages": [user("q"), assistant("a")]}] * 9 + [{"messages": [user("a"), user("b")]}]
+    with pytest.raises(UserError, match="Row 9, column 'messages'"):
+        run(rows, with_template(t3(), M6), tmp_path, num_proc=2)
+
+
 def test_the_report_is_kept_as_json(tmp_path):
     _, report = run(ROWS, with_template(t2(), CHATML), tmp_path, train_on="assistant")
     stored = json.loads(next(tmp_path.glob("*/report.json")).read_text())

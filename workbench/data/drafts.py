@@ -159,8 +159,9 @@ class Drafter:
             spans = targets.spans(conversation, messages, first, start)
         except SpanError as error:
             raise UserError(
-                f"the tokens that data.train_on={targets.train_on} (or a role or message weight) asks for cannot be told with the "
-                f"chat template {self.renderer.describe()}: {error}. Use data.train_on=all, or a template with generation markers."
+                f"the tokens that data.train_on={targets.train_on} (or a role or message weight) asks for cannot be told "
+                f"with the chat template {self.renderer.describe()}: {error}. "
+                "Use data.train_on=all, or a template with generation markers."
             ) from None
         return RowDraft([Draft(text, spans, boundary)], flags=_flags(conversation, targets, messages, first))
 

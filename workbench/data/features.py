@@ -39,7 +39,7 @@ _NOTES = {"_flags": pa.int32(), "_reason": pa.int8(), "_note": pa.string()}
 
 
 @dataclass
-class Sequence_:
+class Tokens:
     """One tokenised text.
 
     Args:
@@ -59,15 +59,15 @@ class Sequence_:
         """Whether a token is trained; the first one has no context."""
         return bool(self.weights[1:].any())
 
-    def cut(self, limit: int, keep_end: bool) -> "Sequence_":
+    def cut(self, limit: int, keep_end: bool) -> "Tokens":
         """The first or last ``limit`` tokens."""
         if not keep_end:
             steps = [s for s in self.steps if s <= limit]
             size = steps[-1] if steps else limit
-            return Sequence_(self.ids[:size], self.weights[:size], min(self.boundary, size), steps)
+            return Tokens(self.ids[:size], self.weights[:size], min(self.boundary, size), steps)
         off = len(self.ids) - limit
         shifted = [max(0, s - off) for s in self.steps]
-        return Sequence_(self.ids[off:], self.weights[off:], max(0, self.boundary - off), shifted)
+        return Tokens(self.ids[off:], self.weights[off:], max(0, self.boundary - off), shifted)
 
 
 @dataclass
@@ -173,7 +173,7 @@ class RowPreparer:
                 raise UserError(f"{place}{error}") from None
             return Features(reason="bad_row", note=f"{place}{error}")
 
-    def _tokens(self, draft: Draft, encoded: Encoded, row: RowDraft) -> Sequence_:
+    def _tokens(self, draft: Draft, encoded: Encoded, row: RowDraft) -> Tokens:
         """The draft tokenised, with its special tokens and weights."""
         ids, weights = encoded.ids, np.zeros(len(encoded.ids), dtype=np.float32)
         for start, end, weight in draft.spans:
@@ -184,19 +184,19 @@ class RowPreparer:
         if not draft.plain:
             starts_twice = len(ids) > 1 and ids[0] == ids[1] == self.encoder.bos
             row.flags |= Flag.DOUBLE_BOS if starts_twice else Flag.NONE
-            return Sequence_(ids, weights, boundary, steps)
+            return Tokens(ids, weights, boundary, steps)
         before, off, after, doubled = self.encoder.around(ids, end=draft.end)
         row.flags |= Flag.DOUBLE_BOS if doubled else Flag.NONE
         ends_trained = [s[2] for s in draft.spans if s[1] == END][-1:] or [0.0]
         shift = len(before) - off
-        return Sequence_(
+        return Tokens(
             np.concatenate([np.array(before, np.int32), ids[off:], np.array(after, np.int32)]),
             np.concatenate([np.zeros(len(before), np.float32), weights[off:], np.full(len(after), ends_trained[0], np.float32)]),
             max(0, boundary + shift),
             [max(0, s + shift) for s in steps],
         )
 
-    def _finish(self, row: RowDraft, sequences: list[Sequence_]) -> Features:
+    def _finish(self, row: RowDraft, sequences: list[Tokens]) -> Features:
         """Truncates, judges and assembles."""
         flags = row.flags
         if self.data_type == "stepwise_supervision":
@@ -234,7 +234,7 @@ def _lists(arrays: list[np.ndarray], kind: pa.DataType) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), kind))
 
 
-def _mark_steps(sequence: Sequence_, extras: dict[str, Any]) -> None:
+def _mark_steps(sequence: Tokens, extras: dict[str, Any]) -> None:
     """Weight 1 on the last token of each step that has a label."""
     ends = [sequence.boundary, *sequence.steps]
     if any(a >= b for a, b in pairwise(ends)):
@@ -243,19 +243,19 @@ def _mark_steps(sequence: Sequence_, extras: dict[str, Any]) -> None:
         sequence.weights[end - 1] = float(label != -100)
 
 
-def _text(sequences: list[Sequence_], features: Features) -> Features:
+def _text(sequences: list[Tokens], features: Features) -> Features:
     return features.add(sequences[0].ids, sequences[0].weights, -1, Role.TEXT)
 
 
-def _prompt(sequences: list[Sequence_], features: Features) -> Features:
+def _prompt(sequences: list[Tokens], features: Features) -> Features:
     return features.add(sequences[0].ids, sequences[0].weights, -1, Role.PROMPT)
 
 
-def _completion(sequences: list[Sequence_], features: Features) -> Features:
+def _completion(sequences: list[Tokens], features: Features) -> Features:
     return _branches(sequences, sequences[0].boundary, features, (Role.COMPLETION,))
 
 
-def _pair(sequences: list[Sequence_], features: Features) -> Features:
+def _pair(sequences: list[Tokens], features: Features) -> Features:
     """The prompt once, as far as the two renderings agree on its tokens; nothing shared: each side whole."""
     chosen, rejected = sequences
     size = min(chosen.boundary, rejected.boundary)
@@ -264,7 +264,7 @@ def _pair(sequences: list[Sequence_], features: Features) -> Features:
     return _branches(sequences, shared, features, (Role.CHOSEN, Role.REJECTED))
 
 
-def _branches(sequences: list[Sequence_], shared: int, features: Features, roles: tuple[Role, ...]) -> Features:
+def _branches(sequences: list[Tokens], shared: int, features: Features, roles: tuple[Role, ...]) -> Features:
     if shared:
         features.add(sequences[0].ids[:shared], np.zeros(shared), -1, Role.PROMPT)
     for sequence, role in zip(sequences, roles, strict=True):
@@ -272,7 +272,7 @@ def _branches(sequences: list[Sequence_], shared: int, features: Features, roles
     return features
 
 
-def _steps(sequences: list[Sequence_], features: Features) -> Features:
+def _steps(sequences: list[Tokens], features: Features) -> Features:
     sequence = sequences[0]
     if sequence.boundary:
         features.add(sequence.ids[: sequence.boundary], sequence.weights[: sequence.boundary], -1, Role.PROMPT)
