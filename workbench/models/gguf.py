@@ -90,7 +90,7 @@ def read_tokenizer(file: Path) -> Any:
     fields = gguf.GGUFReader(file).fields
     for role, name in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         if field := fields.get(f"tokenizer.ggml.{name}_token_id"):
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.contents())))
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.parts[field.data[0]][0])))
     return tokenizer
 
 
