@@ -106,3 +106,22 @@ def test_one_row_learnt_by_heart_ends_by_itself():
     for pad in ("<|im_end|>", "<|endoftext|>"):
         module.tokenizer.pad_token = pad
         assert module.generate([rows[0]["prompt"]], max_new_tokens=20, skip_special_tokens=False) == ["Yes.<|im_end|>"]
+
+
+def test_a_share_of_the_training_rows_can_be_held_out():
+    _, _, trainer = run_sft({"train": EVAL, "eval_size": 0.25}, trainer=ONCE)
+    data = trainer.datamodule
+    assert (len(data._train), len(data._evals["eval"])) == (72, 24)
+    train = {tuple(r) for r in data._train["input_ids"]}
+    assert "val/loss" in validation(trainer)
+    assert sum(tuple(r) in train for r in data._evals["eval"]["input_ids"]) == 0
+    with pytest.raises(UserError, match="exclude each other"):
+        run_sft({"train": EVAL, "eval": EVAL, "eval_size": 4})
+
+
+def test_rows_of_other_layouts_can_be_answered():
+    rows = [{"conversations": [{"from": "human", "value": "The river"}, {"from": "gpt", "value": "counts."}]}]
+    _, _, trainer = run_sft({"train": rows, "eval": rows, "batch_size": 1}, trainer={"max_steps": 1})
+    (row,) = trainer.datamodule.eval_rows()
+    assert row["prompt"] == [{"role": "user", "content": "The river"}]
+    assert row["reference"] == "counts."

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from workbench.data.formats import normalise_row
 from workbench.data.loader import (
     EvalDataset,
     InOrder,
@@ -24,6 +25,7 @@ from workbench.data.loader import (
 from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
 from workbench.data.sources import load_source
+from workbench.data.splits import split_off
 from workbench.errors import UserError
 from workbench.strategies.info import backward_divisor, data_parallel
 
@@ -38,6 +40,7 @@ class DataModule(L.LightningDataModule):
     Args:
         train: training source: a name, a path, a mapping of options, a list of them to mix, or a data set in memory.
         eval: evaluation source, or a mapping of names to sources.
+        eval_size: instead of ``eval``, rows (or a share of them) that are taken from the training source.
         batch_size: rows per optimizer step over all devices.
         micro_batch_size: most rows in one forward pass on one device; None: a device's whole share of the step.
         micro_batch_tokens: most tokens in one forward pass, instead of ``micro_batch_size``.
@@ -61,6 +64,7 @@ class DataModule(L.LightningDataModule):
         train: Source,
         *,
         eval: Source | None = None,
+        eval_size: int | float | None = None,
         batch_size: int = 8,
         micro_batch_size: int | None = None,
         micro_batch_tokens: int | None = None,
@@ -78,8 +82,13 @@ class DataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         check_batch_sizes(batch_size, micro_batch_size, micro_batch_tokens, balance)
+        if eval is not None and eval_size is not None:
+            raise UserError("data.eval and data.eval_size exclude each other; set one of them to null.")
+        if streaming and eval_size is not None:
+            raise UserError(f"data.eval_size={eval_size} draws rows at random, which a stream cannot; name a data.eval source.")
         self.train_source = train
         self.eval_source = eval
+        self.eval_size = eval_size
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.micro_batch_tokens = micro_batch_tokens
@@ -108,9 +117,18 @@ class DataModule(L.LightningDataModule):
     def sources(self) -> dict[str, Source]:
         """Evaluation sources by name; a single one is called ``eval``."""
         if self.eval_source is None:
-            return {}
-        named = isinstance(self.eval_source, dict) and "path" not in self.eval_source
+            return {"eval": None} if self.eval_size else {}
+        named = isinstance(self.eval_source, dict) and not {"path", "sources"} & self.eval_source.keys()
         return dict(self.eval_source) if named else {"eval": self.eval_source}
+
+    def load(self, name: str) -> Any:
+        """The raw rows of ``train`` or of an evaluation set."""
+        if name != "train" and not self.eval_size:
+            return load_source(self.sources()[name], split="test", seed=self.seed)
+        rows = load_source(self.train_source, split="train", streaming=self.streaming and name == "train", seed=self.seed)
+        if not self.eval_size:
+            return rows
+        return split_off(rows, self.eval_size, self.seed)[name != "train"]
 
     @property
     def eval_names(self) -> list[str]:
@@ -119,10 +137,9 @@ class DataModule(L.LightningDataModule):
 
     def prepare_train(self, tokenizer: PreTrainedTokenizerBase, data_types: tuple[str, ...]) -> Any:
         """The prepared training rows, a ``Dataset`` or, streaming, an ``IterableDataset``."""
-        raw = load_source(self.train_source, split="train", streaming=self.streaming, seed=self.seed)
         spec = replace(self.spec, data_types=tuple(data_types))
         rows, self.reports["train"] = prepare(
-            raw, tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name="train"
+            self.load("train"), tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name="train"
         )
         return rows
 
@@ -131,11 +148,10 @@ class DataModule(L.LightningDataModule):
         packing = self.spec.packing if self.eval_packing in (None, True) else None
         spec = replace(self.spec, data_types=tuple(data_types), packing=packing)
         prepared = {}
-        for name, source in self.sources().items():
-            raw = load_source(source, split="test", seed=self.seed)
-            self._eval_rows[name] = raw
+        for name in self.eval_names:
+            self._eval_rows[name] = self.load(name)
             prepared[name], self.reports[name] = prepare(
-                raw, tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name=name
+                self._eval_rows[name], tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name=name
             )
         return prepared
 
@@ -283,7 +299,8 @@ def accumulate(trainer: Trainer, num_micro: int) -> None:
 
 
 def prompt_and_reference(row: dict[str, Any]) -> dict[str, Any]:
-    """Splits a row of any type into what to generate from and what was expected (``reference``)."""
+    """Splits a row of any type and layout into what to generate from and what was expected (``reference``)."""
+    row = normalise_row(row)
     others = {k: v for k, v in row.items() if k not in ("prompt", "completion", "chosen", "rejected", "messages", "text")}
     if "messages" in row:
         messages = list(row["messages"])
