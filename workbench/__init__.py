@@ -17,6 +17,7 @@ _EXPORTS = {
     "SFT": "workbench.methods.sft",
     "compose": "workbench.cli.config",
     "train": "workbench.run",
+    "inspect": "workbench.cli.inspect",
 }
 
 __all__ = [*_EXPORTS, "__version__"]
