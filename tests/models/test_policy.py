@@ -160,6 +160,14 @@ def test_dropout_is_off_everywhere():
     assert torch.equal(Policy(model)(batch).logps, Policy(model)(batch).logps)
 
 
+def test_half_precision_leaves_rotary_frequencies_exact():
+    policy = Policy(tiny_model("llama", size="pico"))
+    before = policy.hf.model.rotary_emb.inv_freq.clone()
+    torch.nn.ModuleList([policy]).to(torch.bfloat16)
+    assert policy.hf.dtype == torch.bfloat16
+    assert torch.equal(policy.hf.model.rotary_emb.inv_freq, before)
+
+
 def test_evaluating_restores_each_modules_own_mode():
     model = tiny_model("llama", size="pico").train()
     model.lm_head.eval()

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,6 +78,20 @@ class Policy(nn.Module):
     def config(self) -> Any:
         """The transformers config."""
         return self.causal_lm.config
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Policy":
+        # `.to(bfloat16)`, which Lightning's bf16-true calls, would round the frequencies of rotary embeddings as well.
+        frequencies = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+        ]
+        super()._apply(fn, recurse)
+        for module, name, buffer in frequencies:
+            if (moved := module._buffers[name]).dtype != buffer.dtype:
+                module._buffers[name] = buffer.to(moved.device)
+        return self
 
     def forward(
         self, batch: MicroBatch, want: Collection[str] = ("logps",), *, temperature: float = 1.0
@@ -192,7 +206,8 @@ def set_gradient_checkpointing(model: PreTrainedModel, mode: bool | Literal["sel
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(kwargs)
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
