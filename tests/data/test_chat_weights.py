@@ -100,6 +100,8 @@ def test_next_role_marker_is_trained_as_the_end_and_missing_ends_are_reported():
     assert weighted(made[0], tokenizer) == [("same<|user|>", 1.0), ("last", 1.0)]
     assert report.unterminated == 1
     assert any("without a terminator" in warning for warning in report.warnings)
+    assert rows_of([{"prompt": TALK[:2], "completion": TALK[2:3]}], tokenizer)[1].unterminated == 1
+    assert rows_of([{"prompt": TALK[:2], "completion": TALK[2:]}], with_template(t2(), CHATML))[1].unterminated == 0
 
 
 def test_reasoning_lost_by_the_template_is_reported():
@@ -148,6 +150,9 @@ def test_a_template_that_hides_the_assistant_is_an_error_before_training():
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, {"train_on": "all"}, "Allowed here: auto, completion"),
         ({"prompt": "p"}, {"train_on": "completion"}, "impossible with plain text prompt_only"),
         ({"text": "plain"}, {"role_weights": {"user": 1.0}}, "role_weights has no effect"),
+        ({"prompt": TALK[:2]}, {"role_weights": {"user": 1.0}}, "role_weights has no effect on conversational prompt_only"),
+        ({"text": "plain"}, {"fold_system": True}, "fold_system has no effect"),
+        ({"prompt": "p"}, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs has no effect"),
         ({"messages": TALK}, {"role_weights": {"user": 1.0}, "train_on": "all"}, "exclude each other"),
         ({"messages": TALK}, {"role_weights": {"user": 0.0}}, "trains nothing"),
         ({"messages": TALK}, {"role_weights": {"user": -1.0}}, "is not a weight"),

@@ -163,7 +163,7 @@ class Drafter:
                 f"with the chat template {self.renderer.describe()}: {error}. "
                 "Use data.train_on=all, or a template with generation markers."
             ) from None
-        return RowDraft([Draft(text, spans, boundary)], flags=_flags(conversation, targets, messages, first))
+        return RowDraft([Draft(text, spans, boundary)], flags=_flags(conversation, targets, first))
 
 
 def _reasons(messages: list[dict[str, Any]]) -> bool:
@@ -171,17 +171,17 @@ def _reasons(messages: list[dict[str, Any]]) -> bool:
     return any(m.get("reasoning_content") or "</think>" in str(m.get("content", "")) for m in messages)
 
 
-def _flags(conversation: Conversation, targets: Targets, messages: list[dict[str, Any]], first: int) -> Flag:
+def _flags(conversation: Conversation, targets: Targets, first: int) -> Flag:
     flags = Flag.NONE
     if conversation.reasoning_dropped:
         flags |= Flag.REASONING_DROPPED
     if conversation.text_dropped:
         flags |= Flag.TEXT_DROPPED
-    if targets.need_turns(messages):
-        trained = [t for t in conversation.turns[first:] if isinstance(t, Turn)]
-        asked = [t for t in trained if conversation.roles[t.message] == "assistant"]
-        flags |= Flag.UNTERMINATED if asked and not asked[-1].terminated else Flag.NONE
-        flags |= Flag.OPEN_MARKERS if conversation.open_markers else Flag.NONE
-    elif targets.train_on == "completion" and any(role != "assistant" for role in conversation.roles[first:]):
+    placed = [t for t in conversation.turns[first:] if isinstance(t, Turn)]
+    asked = [t for t in placed if conversation.roles[t.message] == "assistant"]
+    flags |= Flag.UNTERMINATED if asked and not asked[-1].terminated else Flag.NONE
+    flags |= Flag.OPEN_MARKERS if conversation.open_markers else Flag.NONE
+    stretch = targets.train_on == "completion" and not targets.role_weights
+    if stretch and any(role != "assistant" for role in conversation.roles[first:]):
         flags |= Flag.OTHER_ROLES
     return flags

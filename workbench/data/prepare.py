@@ -109,11 +109,12 @@ def _columns(dataset: Dataset | IterableDataset, first: Mapping[str, Any]) -> li
 
 def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, Any]) -> None:
     """Checks the options against the form of the first row, before anything is tokenised."""
-    conversational = is_conversational(first, report.data_type)
-    if preparer.data_type in ("prompt_only", "stepwise_supervision") and preparer.spec.train_on != "auto":
-        preparer.drafter.targets(conversational)
-    if report.data_type not in ("prompt_only", "stepwise_supervision"):
-        report.train_on = preparer.drafter.targets(conversational).train_on
+    conversational, spec = is_conversational(first, report.data_type), preparer.spec
+    train_on = preparer.drafter.targets(conversational).train_on
+    report.train_on = "" if train_on == "auto" else train_on
+    for option in ("fold_system", "chat_template_kwargs"):
+        if getattr(spec, option) and not conversational:
+            raise UserError(f"data.{option} has no effect on plain text rows: leave it out.")
     if conversational:
         report.template = preparer.renderer.describe()
     if report.data_type != "prompt_only":

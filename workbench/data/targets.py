@@ -37,13 +37,13 @@ def resolve_train_on(train_on: TrainOn, data_type: str, conversational: bool, we
     check_choice("data.train_on", train_on, get_args(TrainOn))
     choices = _CHOICES.get((data_type, conversational), ())
     form = "conversational" if conversational else "plain text"
-    if train_on == "auto" and not (weighted_roles and choices):
+    if train_on == "auto" and not weighted_roles:
         return choices[0] if choices else "auto"
     if train_on != "auto" and train_on not in choices:
         allowed = ", ".join(("auto", *choices))
         raise UserError(f"data.train_on={train_on} is impossible with {form} {data_type} rows. Allowed here: {allowed}.")
-    if weighted_roles and not conversational:
-        raise UserError(f"data.role_weights has no effect on {form} {data_type} rows: they have no roles. Leave it out.")
+    if weighted_roles and not (conversational and choices):
+        raise UserError(f"data.role_weights has no effect on {form} {data_type} rows: leave it out.")
     if weighted_roles and train_on == "all":
         raise UserError("data.role_weights and data.train_on=all exclude each other: leave train_on out to train by role.")
     if train_on != "auto":
