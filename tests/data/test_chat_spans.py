@@ -22,6 +22,7 @@ from rig import (
 )
 
 from workbench.data.chat import ChatRenderer, template_hash
+from workbench.data.known_templates import KNOWN_TEMPLATES
 from workbench.data.spans import Ends, SpanError, Turn, header_length, opened_by, turn_end
 from workbench.errors import UserError
 
@@ -232,6 +233,12 @@ def test_a_refusal_names_template_roles_and_way_out():
     with pytest.raises(UserError, match=r"roles \[system, user, assistant\]: System role not supported.*fold_system"):
         renderer.render([system("s"), user("q"), assistant("a")])
     assert template_hash(M6) in renderer.describe()
+
+
+def test_a_known_template_is_called_by_its_name(monkeypatch):
+    monkeypatch.setitem(KNOWN_TEMPLATES, template_hash(M6), "Six")
+    with pytest.raises(UserError, match=rf"The chat template Six \[{template_hash(M6)}\] refuses"):
+        ChatRenderer(with_template(t3(), M6)).render([user("q"), user("r")])
 
 
 def test_a_folded_system_message_opens_the_user_message():

@@ -195,7 +195,8 @@ class ChatRenderer:
         for keep_empty in (True, False):
             skeleton = hollow_out(messages, tags, keep_empty)
             key = json.dumps([skeleton.messages, tools, variables], default=str)
-            for fresh in (False, True):  # a stored plan can be out of date where the template prints the time
+            # a stored plan can be out of date where the template prints the time
+            for fresh in (False, True) if key in self._plans else (True,):
                 plan = self._plan(key, skeleton, render, fresh)
                 starts = None if isinstance(plan, str) else plan.locate(rendered.text, skeleton.slots)
                 if starts is not None:
