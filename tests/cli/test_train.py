@@ -19,7 +19,8 @@ SMALL = [
     "data.train={path: tiny:sums, kwargs: {size: 24}}",
     "data.eval={path: tiny:sums, kwargs: {size: 8}}",
     "data.batch_size=8",
-    "model.init_kwargs={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 1, num_key_value_heads: 1}",
+    "model.init_kwargs={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 1}",
+    "model.init_kwargs.num_key_value_heads=1",
     "exact_match=0",
     "callbacks.samples=null",
     "trainer=cpu",
@@ -103,7 +104,8 @@ def test_resume_by_the_printed_command_goes_on_with_the_run_s_own_options(capsys
 
 
 def test_resume_by_step_and_last_and_unknown_step(capsys):
-    assert main(["train", *SMALL, "trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=null"]) == 0
+    keep_all = ["callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=null"]
+    assert main(["train", *SMALL, *keep_all, "trainer.max_steps=2"]) == 0
     assert main(["train", "resume=1", "trainer.max_steps=3"]) == 0
     assert list(runs.read(only_run()).history["step"]) == [1, 2, 3]
     assert main(["train", "resume=7"]) == 2
@@ -184,7 +186,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.mark.distributed
 def test_a_sweep_of_two_jobs_on_two_processes_each():
     words = [o for o in SMALL if "max_epochs" not in o]
-    options = ["trainer.max_steps=2", "trainer.devices=2", "strategy=ddp", "-m", "optim.lr=1e-3,1e30"]
+    options = ["metric=train/loss", "trainer.max_steps=2", "trainer.devices=2", "strategy=ddp", "-m", "optim.lr=1e-3,1e30"]
     result = command("train", *words, *options)
     (folder,) = pathlib.Path("runs/sft_tiny").iterdir()
     assert sorted(p.name for p in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv", "sweep.png"], result.stdout
@@ -192,7 +194,7 @@ def test_a_sweep_of_two_jobs_on_two_processes_each():
     assert first["exit_code"] == 0 and first["metrics"]["steps"] == 2
     assert second["exit_code"] == 2 and "not finite" in second["error"]
     assert result.returncode == 1
-    assert "best val/loss: job 0" in result.stdout
+    assert "best train/loss: job 0" in result.stdout
     assert sorted(p.name for p in pathlib.Path().iterdir()) == ["runs"]  # nothing beside, no second folder
     straight = workbench.train(*words, "trainer.max_steps=2", "optim.lr=1e-3", "name=straight")
     assert first["metrics"]["train/loss"] == pytest.approx(straight.metrics["train/loss"], abs=1e-5)
