@@ -1,5 +1,7 @@
 """Where the turns of a conversation are found, over templates and tokenizers."""
 
+import random
+
 import pytest
 from rig import (
     CHATML,
@@ -283,3 +285,40 @@ def test_headers():
     assert header_length("<e><a><think>", "<e><a></think>", 1) == len("<e><a>")
     with pytest.raises(SpanError):
         header_length("<e><a>", "<e><b>", 1)
+
+
+AWKWARD = [
+    "same",
+    "",
+    " ",
+    "\n",
+    "a\n\n",
+    "<think>",
+    "</think>",
+    "w</think>\n\nso",
+    "<|im_end|>",
+    "<|im_start|>user\n",
+    "Zq7v1Qx",
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("form", ["plain", "trimmed", "next_marker"])
+def test_random_conversations_of_awkward_texts_are_placed_exactly(seed, form):
+    """Against the places that the template's own words give."""
+    rng = random.Random(seed)
+    roles = [rng.choice(["user", "assistant"]) for _ in range(6)]
+    messages = [user("q"), *({"role": role, "content": "".join(rng.choices(AWKWARD, k=2))} for role in roles)]
+    trimmed = CHATML.replace("m.content", "m.content | trim")
+    template = {"plain": CHATML, "trimmed": trimmed, "next_marker": M4}[form]
+    conversation = ChatRenderer(with_template(t2(), template)).locate(messages)
+    header, end = ("<|{}|>\n", "") if form == "next_marker" else ("<|im_start|>{}\n", "<|im_end|>")
+    start = 0
+    for i, (message, turn) in enumerate(zip(messages, conversation.turns, strict=True)):
+        text = message["content"].strip() if form == "trimmed" else message["content"]
+        begin = start + len(header.format(message["role"]))
+        start = begin + len(text) + (len(end) + 1 if end else 0)
+        following = f"<|{messages[i + 1]['role']}|>" if not end and i + 1 < len(messages) else end
+        if message["role"] == "assistant":
+            assert (turn.start, turn.end) == (begin, begin + len(text) + len(following))
+    assert start == len(conversation.text)

@@ -22,9 +22,9 @@ class Slot(NamedTuple):
     text: str
 
     def spellings(self) -> list[str]:
-        """How a template may print it: as it is, or within JSON."""
+        """How a template may print it: as it is, trimmed, or within JSON."""
         ascii_json, json_text = json.dumps(self.text)[1:-1], json.dumps(self.text, ensure_ascii=False)[1:-1]
-        return list(dict.fromkeys((self.text, json_text, ascii_json)))
+        return list(dict.fromkeys((self.text, self.text.strip(), json_text, ascii_json)))
 
 
 @dataclass
@@ -36,17 +36,23 @@ class Skeleton:
     sentinels: dict[str, int] = field(default_factory=dict)
 
     def hollow(self, message: int, kind: str, text: str, tags: re.Pattern[str], keep_empty: bool = False) -> str:
-        """``text`` with a sentinel for each stretch between tags; white space and tags stay."""
-        if keep_empty and not text:
-            return self._add(message, kind, "")
-        parts = re.split(tags, text)
+        """``text`` with a sentinel for each stretch between tags; white space and tags stay.
+
+        ``keep_empty`` puts one sentinel in place of a text that has no such stretch.
+        """
+        before, parts = len(self.slots), re.split(tags, text)
         for i in range(0, len(parts), 2):
             core = parts[i].strip()
             if core:
                 in_think = kind == "text" and i + 1 < len(parts) and _THINK_ENDS.match(parts[i + 1])
                 sentinel = self._add(message, "reasoning" if in_think else kind, core)
                 parts[i] = parts[i].replace(core, sentinel, 1)
-        return "".join(parts)
+        return self._add(message, kind, text) if keep_empty and len(self.slots) == before else "".join(parts)
+
+    def tail(self, text: str, slot: int) -> str:
+        """What follows the sentinel of ``slot`` in a hollowed text, if that is its last one; else nothing."""
+        last = next(reversed(list(SENTINEL.finditer(text))), None)
+        return text[last.end() :] if last and self.sentinels.get(last.group()) == slot else ""
 
     def number(self, message: int, value: int) -> int:
         """A sentinel of type int."""

@@ -219,7 +219,7 @@ class _Shape:
             literals = [after]
         ended, followed = (after, literals[-1]) if last else (literals[-1], after)
         content = messages[message].get("content")
-        own = content[len(content.rstrip()) :] if isinstance(content, str) else ""
+        own = self.skeleton.tail(content, self.slots[cut]) if isinstance(content, str) else ""
         return turn_end(ended, followed, last, self.ends, header, own)
 
     def reasoning(self, start: Mark, cuts: list[int]) -> tuple[Mark, Mark] | None:
@@ -288,9 +288,9 @@ def turn_end(ended: str, after: str, last: bool, ends: Ends, header: str = "", o
         last: whether it is the last one.
         ends: end tokens of the tokenizer.
         header: what opened the turn; a closing tag of something in it is a terminator.
-        own: the text's own trailing white space.
+        own: the text's own end: tags and white space after its last words.
     """
-    base = len(own) if ended.startswith(own) and after.startswith(own) else 0
+    base = next((len(o) for o in (own, own.rstrip()) if ended.startswith(o) and after.startswith(o)), 0)
     ended, after = ended[base:], after[base:]
     common = ended[: common_length(ended, after)]
     if len(common) < min(len(ended), len(after)):
