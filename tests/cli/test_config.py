@@ -21,8 +21,11 @@ def own(tmp_path):
 def test_command_line_over_experiment_over_group_over_default(own):
     assert config.load([]).cfg.optim.weight_decay == 0.0
     assert config.load(["model=hf", "model.name=x"]).cfg.optim.lr == 2e-5
-    assert config.load([]).cfg.optim.lr == 2e-3  # the group model=tiny over the group optim's default
+    assert config.load([]).cfg.optim.lr == 2e-3  # model=tiny brings its optimizer ...
+    assert config.load(["optim=sgd"]).cfg.optim.lr == 1e-2  # ... unless another one is chosen
+    assert config.load(["optim=adamw"]).cfg.optim.lr == 2e-5
     mine = config.load(["experiment=mine"], config_dirs=[own]).cfg
+    assert mine.optim._target_ == "torch.optim.SGD"
     assert (mine.optim.lr, mine.optim.momentum, mine.seed, mine.data.batch_size) == (0.5, 0.9, 7, 3)
     typed = config.load(["experiment=mine", "debug=fast", "data.batch_size=5"], config_dirs=[own]).cfg
     assert (typed.data.batch_size, typed.trainer.max_epochs, typed.optim.lr) == (5, 1, 0.5)

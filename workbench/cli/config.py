@@ -145,6 +145,9 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
         return _explain_sweep(re.search(r"'(.+?)'(?: requires|\n|$)", text).group(1))
     if found := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{found.group(1)} adds a key that is there already: leave the + out to change it."
+    if found := re.search(r"In '([\w/]+)': Could not override '(\w+)'\. No match", text):
+        chooser, group = found.groups()
+        return f"{chooser} chooses an option of {group!r}, a group that this command does not have: write model.name=... instead."
     return re.sub(r"\s+", " ", text).strip() or type(error).__name__
 
 
