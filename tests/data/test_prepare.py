@@ -139,7 +139,7 @@ def test_other_roles_within_a_completion_are_reported():
 
 def test_template_variables_come_from_the_config_and_the_row():
     tokenizer = with_template(t2(), "{{- mood }}" + CHATML)
-    rows = [{"prompt": [user("q")], "chat_template_kwargs": {"mood": "glad"}}, {"prompt": [user("q")]}]
+    rows = [{"prompt": [user("q")], "chat_template_kwargs": kwargs} for kwargs in ({"mood": "glad"}, {"other": 1})]
     made, _ = run(rows, tokenizer, chat_template_kwargs={"mood": "sad"})
     assert [tokenizer.decode(r["input_ids"])[:4] for r in made] == ["glad", "sad<"]
 

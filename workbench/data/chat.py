@@ -118,7 +118,7 @@ class ChatRenderer:
         messages = self.clean(messages)
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
-            return self._render(messages, tools or None, {**self.chat_template_kwargs, **(kwargs or {})}, **options)[0]
+            return self._render(messages, tools or None, self._variables(kwargs), **options)[0]
         except UserError:
             raise
         except Exception as error:  # templates raise what they like
@@ -134,7 +134,7 @@ class ChatRenderer:
     ) -> Conversation:
         """Renders a conversation and finds its messages. ``markers``: generation markers, if any, place the assistant."""
         messages, tools = self.clean(messages), tools or None
-        variables = {**self.chat_template_kwargs, **(kwargs or {})}
+        variables = self._variables(kwargs)
         text = self.render(messages, tools, kwargs)
         roles = tuple(m["role"] for m in messages)
         conversation = self._derive(Conversation(text, roles), messages, tools, variables)
@@ -171,6 +171,10 @@ class ChatRenderer:
     def clean(self, messages: Messages) -> Messages:
         """Messages as the template gets them: no None, no training flags, the system message folded if asked for."""
         return [{k: v for k, v in m.items() if v is not None and k not in _FLAGS} for m in self.fold(messages)]
+
+    def _variables(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Template variables of a row; those that Arrow filled with None are not the row's."""
+        return {**self.chat_template_kwargs, **{k: v for k, v in (kwargs or {}).items() if v is not None}}
 
     def _render(
         self, messages: Messages, tools: Any, variables: Mapping[str, Any], *, markers: bool = False, **options: bool
