@@ -70,11 +70,20 @@ class Run:
 
         return load_model(str(self.dir / MODEL_FOLDER))
 
-    def generate(self, prompts: str | Sequence[Any], **options: Any) -> list[str]:
-        """Answers texts or conversations with the trained model; see `workbench.methods.generate.generate_texts`."""
+    def generate(self, prompts: str | Sequence[Any], chat: bool | None = None, **options: Any) -> list[str]:
+        """Answers texts or conversations with the trained model.
+
+        Args:
+            prompts: one, or several.
+            chat: take a text for a user's message; None does so if the tokenizer has a chat template.
+            options: see `workbench.methods.generate.generate_texts`.
+        """
         if self.method is None:
             raise UserError(f"another process trained this model: workbench generate run={self.dir}")
-        return self.method.generate([prompts] if isinstance(prompts, str) else prompts, **options)
+        chat = self.method.tokenizer.chat_template is not None if chat is None else chat
+        asked = [prompts] if isinstance(prompts, str) else prompts
+        asked = [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in asked]
+        return self.method.generate(asked, **options)
 
     def plot(self, *metrics: str) -> "matplotlib.figure.Figure":
         """Curves of the named metrics over optimizer steps; of the main ones by default."""

@@ -1,8 +1,12 @@
 """Sweeps: one process per job, failures recorded, a table at the end."""
 
 import json
+import os
 import pathlib
+import signal
 import sys
+import threading
+import time
 
 import pandas as pd
 import pytest
@@ -57,6 +61,23 @@ def test_concurrent_jobs_get_devices_of_their_own(launcher, tmp_path):
     launcher(n_jobs=2, devices=["4", "5"]).launch([["optim.lr=1"], ["optim.lr=2"]], 0)
     used = {r["metrics"]["devices"] for r in sweep.read_records(tmp_path / "sweep")}
     assert used <= {4.0, 5.0}
+
+
+def test_sigterm_ends_the_running_job_and_starts_no_other(launcher, tmp_path, monkeypatch):
+    waiting = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'started').touch(); time.sleep(60)"
+    monkeypatch.setattr(sweep, "job_command", lambda o, folder: [sys.executable, "-c", waiting, str(folder)])
+
+    def kill_once_started():
+        while not (tmp_path / "sweep" / "0" / "started").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=kill_once_started).start()
+    with pytest.raises(KeyboardInterrupt):
+        launcher().launch([["optim.lr=1"], ["optim.lr=2"]], 0)
+    (record,) = sweep.read_records(tmp_path / "sweep")
+    assert record["exit_code"] == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _record(job, lr, loss, code=0):

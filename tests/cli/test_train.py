@@ -136,7 +136,8 @@ def test_generate_answers_as_the_run_does(capsys):
     capsys.readouterr()
     assert main(["generate", f"run={run.dir}", "prompt=1+2=", "max_new_tokens=4"]) == 0
     answered = capsys.readouterr().out.rstrip("\n")
-    assert answered == run.generate([[{"role": "user", "content": "1+2="}]], max_new_tokens=4)[0].rstrip("\n")
+    assert answered == run.generate("1+2=", max_new_tokens=4)[0].rstrip("\n")
+    assert run.generate([[{"role": "user", "content": "1+2="}]], max_new_tokens=4) == run.generate("1+2=", max_new_tokens=4)
 
 
 def test_generate_reads_prompts_from_a_pipe(capsys, monkeypatch):
