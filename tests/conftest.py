@@ -10,9 +10,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path_factory, monkeypatch):
-    """Caches and trackers stay in a temporary folder, shared by a test session where that saves time."""
+@pytest.fixture(scope="session", autouse=True)
+def _own_folders(tmp_path_factory):
+    """Caches and trackers stay in a temporary folder, which the tests of a process share."""
     base = tmp_path_factory.getbasetemp()
-    monkeypatch.setenv("WORKBENCH_CACHE", str(base / "cache"))
-    monkeypatch.setenv("TRACKIO_DIR", str(base / "trackio"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_CACHE", str(base / "cache"))
+        patch.setenv("TRACKIO_DIR", str(base / "trackio"))
+        yield
