@@ -16,6 +16,7 @@ from small_run import SmallModule, trainer
 
 from workbench.callbacks.checkpoint import Checkpoint, resolve_checkpoint
 from workbench.callbacks.interrupt import Aborted, GracefulStop
+from workbench.data.loader import StepLoader
 
 SCRIPT = Path(__file__).with_name("interrupted_run.py")
 
@@ -247,6 +248,16 @@ def test_an_error_in_training_restores_the_handlers(tmp_path):
 def test_without_a_checkpoint_callback_it_says_so(tmp_path, capfd):
     trainer(tmp_path, _Signal("on_train_batch_start", [1]), GracefulStop()).fit(SmallModule())
     assert "Interrupted after step 2; nothing was saved" in capfd.readouterr().out
+
+
+def test_loader_workers_outlive_ctrl_c():
+    """The terminal sends it to them as well; without them the step under way could not be finished."""
+    loader = StepLoader(list(range(200)), batch_size=None, num_workers=2)
+    items = iter(loader)
+    first = [next(items)]
+    for worker in items._workers:
+        os.kill(worker.pid, signal.SIGINT)
+    assert first + list(items) == list(range(200))
 
 
 def test_off_the_main_thread_it_does_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """Loaders whose items are whole micro-batches, addressed by (epoch, step, k)."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +20,19 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
+def ignore_interrupts(worker: int) -> None:
+    """In a loader's worker: Ctrl-C reaches all processes of a terminal, but the step under way still needs its data."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class StepLoader(DataLoader):
     """A loader that needs no state of its own: the trainer's optimizer step says where it continues.
 
-    The two methods tell Lightning that it resumes exactly.
+    Its two state methods tell Lightning that it resumes exactly.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"worker_init_fn": ignore_interrupts, **kwargs})
 
     def state_dict(self) -> dict[str, Any]:
         return {}
