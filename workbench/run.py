@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
+_FOLDER = "<run_dir>"
 
 
 @dataclasses.dataclass
@@ -166,10 +167,29 @@ def _prepare_folder(cfg: DictConfig, overrides: Sequence[str] | None) -> pathlib
     cfg.paths.run_dir = str(folder)
     if rundir.is_first():
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(cfg, folder / CONFIG_FILE, resolve=True)
+        OmegaConf.save(reusable(cfg), folder / CONFIG_FILE)
         if overrides is not None:
             resume.save_overrides(folder, overrides)
     return folder
+
+
+def reusable(cfg: DictConfig) -> DictConfig:
+    """The resolved configuration, except for its folder: run again, it describes a new run and not this one."""
+    unresolved = OmegaConf.to_container(cfg)
+    unresolved["paths"]["run_dir"] = _FOLDER
+    unresolved["resume"] = None
+    resolved = _replace(OmegaConf.to_container(OmegaConf.create(unresolved), resolve=True), _FOLDER, "${paths.run_dir}")
+    resolved["paths"]["run_dir"] = None
+    return OmegaConf.create(resolved)
+
+
+def _replace(value: Any, old: str, new: str) -> Any:
+    """A value with ``old`` replaced in all of its texts."""
+    if isinstance(value, dict):
+        return {key: _replace(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace(inner, old, new) for inner in value]
+    return value.replace(old, new) if isinstance(value, str) else value
 
 
 def read(folder: pathlib.Path, cfg: DictConfig | None = None) -> Run:
@@ -178,7 +198,9 @@ def read(folder: pathlib.Path, cfg: DictConfig | None = None) -> Run:
     if not file.is_file():
         raise UserError(f"{folder} holds no finished run ({RESULT_FILE} is missing).")
     result = json.loads(file.read_text())
-    cfg = OmegaConf.load(folder / CONFIG_FILE) if cfg is None else cfg
+    if cfg is None:
+        cfg = OmegaConf.load(folder / CONFIG_FILE)
+        cfg.paths.run_dir = str(folder)
     return Run(folder, cfg, result["metrics"], result["interrupted"])
 
 
@@ -189,7 +211,7 @@ def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, o
     if first:
         _announce(cfg, folder, checkpoint)
     started = time.perf_counter()
-    with _children_end_with_us(parts.trainer):
+    with _children_end_with_us(parts.trainer), _interrupt_stays_one():
         parts.trainer.fit(parts.method, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True)
     run = Run(folder, cfg, final_metrics(parts.trainer), is_interrupted(parts.trainer), parts.method, parts.trainer)
     run.metrics |= {"steps": parts.trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
@@ -299,6 +321,21 @@ def instantiate(node: Any, **arguments: Any) -> Any:
             raise error.__cause__ from None
         raise
     return functools.partial(factory, **arguments) if node.get("_partial_") else factory(**arguments)
+
+
+@contextlib.contextmanager
+def _interrupt_stays_one() -> Iterator[None]:
+    """Ctrl-C before training starts: Lightning would ignore further ones for good and end the process, a notebook's too."""
+    import signal
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager

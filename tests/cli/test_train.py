@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import Callback
 
 import workbench
@@ -119,6 +120,28 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_process_alive(capsys):
     assert not (run.dir / "model").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not workbench.train(*SMALL).interrupted
+
+
+def test_ctrl_c_while_data_is_prepared_is_a_keyboard_interrupt():
+    class Interrupt(Callback):
+        def setup(self, trainer, pl_module, stage):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        workbench.train(*SMALL, callbacks=[Interrupt()])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_saved_configuration_repeats_the_run_in_a_new_folder(capsys):
+    first = workbench.train(*SMALL, "trainer.max_steps=2", "seed=5")
+    assert main(["train", "-cd", str(first.dir), "-cn", "config"]) == 0
+    again = runs.read(sorted(pathlib.Path("runs/sft_tiny").iterdir())[-1])
+    assert again.dir.absolute() != first.dir
+    assert again.history["train/loss"].equals(first.history["train/loss"])
+    assert len(list(first.dir.glob("checkpoints/*"))) == len(list(again.dir.glob("checkpoints/*"))) == 2
+    saved = yaml.safe_load((first.dir / "config.yaml").read_text())
+    assert saved["data"]["seed"] == 5  # resolved
+    assert saved["callbacks"]["checkpoint"]["dirpath"] == "${paths.run_dir}/checkpoints"
 
 
 def test_evaluate_repeats_the_run_s_last_evaluation(capsys):

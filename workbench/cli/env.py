@@ -81,12 +81,15 @@ def _devices() -> list[tuple[str, str]]:
 
 def _folders() -> list[tuple[str, str]]:
     home = pathlib.Path.home()
+    from workbench.cache import cache_home
+
     hub = os.environ.get("HF_HUB_CACHE") or pathlib.Path(os.environ.get("HF_HOME", home / ".cache/huggingface")) / "hub"
     trackio = os.environ.get("TRACKIO_DIR") or home / ".cache/huggingface/trackio"
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     offline = "yes" if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes") else "no"
     return [
         ("runs", f"{pathlib.Path('runs').absolute()} ({free:.0f} GiB free)"),
+        ("own cache", f"{cache_home()} (prepared data, converted models)"),
         ("hub cache", f"{hub} (offline: {offline})"),
         ("trackio", str(trackio)),
     ]

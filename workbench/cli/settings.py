@@ -28,7 +28,7 @@ class Paths:
         root: every run gets a folder of its own below this one.
         run_dir: folder of this run; null makes <root>/<name>/<date_time>.
         sweep_dir: folder of a sweep (-m); null makes <root>/<name>/sweep_<date_time>.
-        cache_dir: prepared data sets and converted models; null is ~/.cache/workbench.
+        cache_dir: prepared data sets; null is this program's own cache (see `workbench env`).
     """
 
     root: str = "runs"
