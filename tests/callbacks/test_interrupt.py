@@ -254,7 +254,7 @@ def test_loader_workers_outlive_ctrl_c():
     """The terminal sends it to them as well; without them the step under way could not be finished."""
     loader = StepLoader(list(range(200)), batch_size=None, num_workers=2)
     items = iter(loader)
-    first = [next(items)]
+    first = [next(items), next(items)]  # One of each worker: both are up.
     for worker in items._workers:
         os.kill(worker.pid, signal.SIGINT)
     assert first + list(items) == list(range(200))
