@@ -6,6 +6,7 @@ times the token's own probability, held constant. The sums run over all micro-ba
 how it was cut.
 """
 
+import logging
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from workbench.methods.base import Method
 from workbench.methods.evaluation import Evaluation
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
+
+
+log = logging.getLogger(__name__)
 
 
 class SFT(Method):
@@ -44,6 +48,14 @@ class SFT(Method):
         self.loss = loss
         self.router_aux_loss_coef = router_aux_loss_coef
         self.want = ["logps", "entropy", "top1"] + ["aux_loss"] * (router_aux_loss_coef is not None)
+
+    def on_fit_start(self) -> None:
+        """Names what makes this run depend on how it is cut into micro-batches."""
+        if self.router_aux_loss_coef is not None:
+            log.warning(
+                "method.router_aux_loss_coef: the balance of experts is a mean over micro-batches, so this run's numbers depend on "
+                "data.micro_batch_size and on the number of devices."
+            )
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""
