@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from workbench.data.batch import MicroBatch
 from workbench.data.plan import Planner, RowSizes, to_ranks
+from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
 
 
@@ -102,6 +103,7 @@ class StreamDataset(IterableDataset):
         window_plan: plans a window from its rows' sizes.
         batch_size: rows of an optimizer step.
         rank: this data-parallel rank.
+        drop_last: leave out a pass's last window if it is shorter.
 
     ``skip`` windows, those of the steps done so far, are read and left out.
     """
@@ -112,28 +114,36 @@ class StreamDataset(IterableDataset):
         window_plan: Callable[[list[dict[str, Any]]], Planner],
         batch_size: int,
         rank: int,
+        drop_last: bool = False,
     ) -> None:
         self.stream = stream
         self.window_plan = window_plan
         self.batch_size = batch_size
         self.rank = rank
+        self.drop_last = drop_last
         self.skip = 0
 
     def windows(self) -> Iterator[list[dict[str, Any]]]:
-        """Windows of rows, pass after pass; a pass's last one may be shorter."""
+        """Windows of rows, pass after pass; a pass's last one may be shorter. Ends at a pass without any."""
         for epoch in range(2**62):
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)
             window: list[dict[str, Any]] = []
             empty = True
             for row in self.stream:
-                empty = False
                 window.append(row)
                 if len(window) == self.batch_size:
+                    empty = False
                     yield window
                     window = []
-            if window:
+            if window and not self.drop_last:
+                empty = False
                 yield window
+            if empty and self.drop_last and window:
+                raise UserError(
+                    f"data.batch_size={self.batch_size} is more than the {len(window)} rows of the stream, and data.drop_last "
+                    "leaves no step; set a smaller batch or data.drop_last=false."
+                )
             if empty:
                 return
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from workbench.data.formats import normalise_row
+from workbench.data.intervals import accumulate, first_evaluation, limited
 from workbench.data.loader import (
     EvalDataset,
     InOrder,
@@ -180,6 +181,7 @@ class DataModule(L.LightningDataModule):
             self.trainer.limit_val_batches = 0
         if stage == "fit":
             self._plan(self.trainer)
+            self._note_unevaluated(self.trainer)
 
     def _plan(self, trainer: Trainer) -> None:
         self.total_steps = self._total_steps(trainer, None)
@@ -193,7 +195,18 @@ class DataModule(L.LightningDataModule):
             self.num_micro = self.planner.num_micro
             self.steps_per_epoch = limited(trainer, self.planner.steps_per_epoch)
             self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
-        accumulate(trainer, self.num_micro)
+        accumulate(trainer, self.num_micro, self.steps_per_epoch)
+
+    def _note_unevaluated(self, trainer: Trainer) -> None:
+        if not self._evals or not trainer.limit_val_batches or not trainer.is_global_zero:
+            return
+        first = first_evaluation(trainer, self.steps_per_epoch)
+        if first is None or (self.total_steps is not None and first > self.total_steps):
+            when = "an epoch, and a stream has none" if first is None else f"step {first}, and the run ends at {self.total_steps}"
+            log.warning(
+                "data.eval is never evaluated: that would come after %s; set trainer.val_check_interval, in optimizer steps.",
+                when,
+            )
 
     def _plan_stream(self, trainer: Trainer) -> None:
         if trainer.max_steps is None or trainer.max_steps < 0:
@@ -202,11 +215,17 @@ class DataModule(L.LightningDataModule):
             raise UserError("data.micro_batch_tokens needs all lengths; with data.streaming=true set data.micro_batch_size.")
         if self.num_workers > 1:
             raise UserError(f"data.num_workers={self.num_workers}: a stream is read in order by one worker; allowed: 0, 1.")
+        if self.shuffle and not any(isinstance(s, dict) and s.get("shuffle") is not None for s in _each(self.train_source)):
+            log.warning(
+                "data.shuffle does not act on a stream, which is read in its order: shuffle the source "
+                "(data.train={path: ..., shuffle: <seed>}), or set data.shuffle=false."
+            )
+        self.steps_per_epoch = limited(trainer, None)
         world_size = data_parallel(trainer.strategy).world_size
         share = self.micro_batch_size or -(-self.batch_size // world_size)
         self.num_micro = -(-self.batch_size // (world_size * share))
 
-    def _planner(self, sizes: RowSizes, *, shuffle: bool | None = None) -> Planner:
+    def _planner(self, sizes: RowSizes, *, shuffle: bool | None = None, drop_last: bool | None = None) -> Planner:
         strategy = self.trainer.strategy
         return Planner(
             sizes,
@@ -216,7 +235,7 @@ class DataModule(L.LightningDataModule):
             world_size=data_parallel(strategy).world_size,
             seed=self.seed,
             shuffle=self.shuffle if shuffle is None else shuffle,
-            drop_last=self.drop_last,
+            drop_last=self.drop_last if drop_last is None else drop_last,
             balance=self.balance,
             total_steps=self.total_steps,
             extra_scale=lambda num_micro: backward_divisor(strategy, num_micro),
@@ -235,7 +254,11 @@ class DataModule(L.LightningDataModule):
         options = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         if self.streaming:
             stream = StreamDataset(
-                self._train, lambda window: self._planner(sizes_of(window), shuffle=False), self.batch_size, rank
+                self._train,
+                lambda window: self._planner(sizes_of(window), shuffle=False, drop_last=False),
+                self.batch_size,
+                rank,
+                self.drop_last,
             )
             return StreamLoader(stream, lambda: self.trainer.global_step, num_workers=self.num_workers)
         dataset = StepDataset(self._train, self.planner, rank)
@@ -270,32 +293,9 @@ class DataModule(L.LightningDataModule):
                 )
 
 
-def limited(trainer: Trainer, steps: int) -> int:
-    """Steps per epoch under ``limit_train_batches``, which here counts optimizer steps (or is a share of the epoch)."""
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        return min(steps, limit // getattr(trainer, "_batches_per_step", 1))
-    return int(steps * limit)
-
-
-def accumulate(trainer: Trainer, num_micro: int) -> None:
-    """Tells Lightning to step after every ``num_micro`` micro-batches, and turns its counts of batches into ours of steps.
-
-    Raises:
-        UserError: the user set ``accumulate_grad_batches`` to something else.
-    """
-    before = getattr(trainer, "_batches_per_step", 1)
-    if trainer.accumulate_grad_batches not in (1, before, num_micro):
-        raise UserError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} is derived here (data.batch_size over "
-            f"data.micro_batch_size and processes gives {num_micro}); leave it out and set data.micro_batch_size."
-        )
-    trainer.accumulate_grad_batches = num_micro
-    for name in ("val_check_interval", "limit_train_batches"):
-        value = getattr(trainer, name)
-        if isinstance(value, int):
-            setattr(trainer, name, value // before * num_micro)
-    trainer._batches_per_step = num_micro
+def _each(source: Source) -> list[Any]:
+    source = source.get("sources", source) if isinstance(source, dict) else source
+    return list(source) if isinstance(source, list | tuple) else [source]
 
 
 def prompt_and_reference(row: dict[str, Any]) -> dict[str, Any]:

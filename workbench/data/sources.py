@@ -76,7 +76,10 @@ def _load_one(spec: SourceSpec, split: str, streaming: bool, seed: int, source_c
         rows = rows.with_format(None)
         rows = rows.to_iterable_dataset() if streaming else rows
     elif not streaming:
-        raise UserError(f"Source {spec.label} is a stream; set data.streaming=true to train from it.")
+        raise UserError(
+            f"Source {spec.label} is a stream; set data.streaming=true to train from it. To evaluate on it, keep some rows: "
+            "datasets.Dataset.from_list(list(stream.take(100)))."
+        )
     return _add_source(_apply_options(rows, spec), spec, source_column)
 
 
