@@ -10,15 +10,29 @@ import pandas as pd
 import pytest
 
 RUN = [
-    *("train", "data.batch_size=16", "trainer.max_steps=20", "exact_match=0", "save_model=false", "logger=csv", "callbacks=default"),
-    *("callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=null", "data.train={path: tiny:sums, kwargs: {size: 200}}"),
+    *(
+        "train",
+        "data.batch_size=16",
+        "trainer.max_steps=20",
+        "exact_match=0",
+        "save_model=false",
+        "logger=csv",
+        "callbacks=default",
+    ),
+    *(
+        "callbacks.checkpoint.every_n_steps=1",
+        "callbacks.checkpoint.keep=null",
+        "data.train={path: tiny:sums, kwargs: {size: 200}}",
+    ),
     *("data.eval=null", "model=tiny", "model.init_kwargs={size: pico}"),
 ]
 
 
 def start(folder, *overrides):
     command = [sys.executable, "-m", "workbench", *RUN, f"paths.run_dir={folder}", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def finish(process):

@@ -1,4 +1,4 @@
-"""Two real processes (gloo) follow the single process: DDP, FSDP2, DeepSpeed; resume across strategies and numbers of processes."""
+"""Two real processes (gloo) follow the single one: DDP, FSDP2, DeepSpeed; resume across strategies and numbers of processes."""
 
 import importlib.util
 import json

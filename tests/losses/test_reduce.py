@@ -9,7 +9,15 @@ from workbench.losses.reduce import Normalisers, masked_sum, reduce
 
 
 def norm(**kwargs):
-    defaults = {"tokens": 10.0, "sequences": 4.0, "unmasked": 3.0, "micro_batches": 2.0, "num_micro": 2, "world_size": 1, "scale": 2.0}
+    defaults = {
+        "tokens": 10.0,
+        "sequences": 4.0,
+        "unmasked": 3.0,
+        "micro_batches": 2.0,
+        "num_micro": 2,
+        "world_size": 1,
+        "scale": 2.0,
+    }
     return Normalisers(**{**defaults, **kwargs})
 
 

@@ -61,7 +61,7 @@ def test_own_metrics_see_every_row_in_order():
         return {"share_right": float(np.mean(right)), "perplexity": float(np.exp(-np.concatenate(predictions.logps).mean()))}
 
     data = {"train": EVAL, "eval": EVAL, "eval_micro_batch_size": 7}
-    _, module, trainer = run_sft(data, {"compute_metrics": share_right}, ONCE)
+    _, _, trainer = run_sft(data, {"compute_metrics": share_right}, ONCE)
     assert seen[-1].rows == list(range(96))
     first = trainer.datamodule._evals["eval"][0]
     assert seen[-1].labels[0].tolist() == [t for t, w in zip(first["input_ids"], first["weights"], strict=True) if w]

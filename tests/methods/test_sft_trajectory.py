@@ -88,7 +88,11 @@ def test_streaming_resumes_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("data", "trainer", "message"),
     [
-        ({"streaming": True}, {"max_steps": -1, "max_epochs": 1}, "data.streaming=true has no known length; set trainer.max_steps"),
+        (
+            {"streaming": True},
+            {"max_steps": -1, "max_epochs": 1},
+            "data.streaming=true has no known length; set trainer.max_steps",
+        ),
         ({"streaming": True, "micro_batch_tokens": 99}, {}, "needs all lengths"),
         ({"streaming": True, "num_workers": 2}, {}, "read in order by one worker"),
         ({"micro_batch_size": 4}, {"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 is derived here"),
@@ -128,7 +132,9 @@ def test_limits_and_intervals_count_optimizer_steps():
 
 
 def test_repeating_a_run_is_bit_for_bit():
-    states = [torch.cat([p.detach().flatten() for p in run_sft(SHUFFLED, trainer={"max_steps": 3})[1].parameters()]) for _ in "ab"]
+    states = [
+        torch.cat([p.detach().flatten() for p in run_sft(SHUFFLED, trainer={"max_steps": 3})[1].parameters()]) for _ in "ab"
+    ]
     assert torch.equal(*states)
 
 
@@ -147,9 +153,9 @@ def test_adapters_resume_and_keep_only_their_own_weights(tmp_path, peft):
 
 def test_an_adapter_checkpoint_is_strict_about_its_own_weights(tmp_path):
     run_sft(method={"peft": PeftSpec(r=4, alpha=8)}, trainer={"max_steps": 1}, callbacks=[SaveAt(tmp_path, [1])])
-    with pytest.raises(UserError, match="has another shape for .* of the trained weights"):
+    with pytest.raises(UserError, match=r"has another shape for .* of the trained weights"):
         run_sft(method={"peft": PeftSpec(r=8, alpha=8)}, trainer={"max_steps": 2}, checkpoint=tmp_path / "1.ckpt")
-    with pytest.raises(UserError, match="lacks .* of the trained weights"):
+    with pytest.raises(UserError, match=r"lacks .* of the trained weights"):
         run_sft(trainer={"max_steps": 2}, checkpoint=tmp_path / "1.ckpt")
 
 

@@ -11,7 +11,7 @@ from workbench.models.probe import check_head, check_layout
 from workbench.tiny.model import ARCHITECTURES, tiny_model
 
 NORM = Normalisers(1.0, 1.0, 1.0, 1.0)
-# Families whose own code does not keep documents of one row apart: recurrent state, ALiBi, attention sinks, positions from the mask.
+# Families whose own code does not keep documents of a row apart: recurrent state, ALiBi, sinks, positions from the mask.
 PADDED_ONLY = {"bloom", "gpt_oss", "mamba", "opt", "qwen3_next"}
 
 

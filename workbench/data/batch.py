@@ -31,7 +31,8 @@ SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
 class MicroBatch:
     """A forest of token segments.
 
-    No dataclass: Lightning's half-precision plugins cast every float tensor of one, which would round weights and log-probabilities.
+    No dataclass: Lightning's half-precision plugins cast every float tensor of one, which would round weights and
+    log-probabilities.
 
     N tokens in S segments of R rows. A segment with a parent continues the parent's context (a completion its prompt); one
     without starts a sequence. Tokens of a segment lie together, in order.

@@ -20,7 +20,6 @@ from workbench.methods.evaluation import Evaluation
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
 
-
 log = logging.getLogger(__name__)
 
 
@@ -53,8 +52,8 @@ class SFT(Method):
         """Names what makes this run depend on how it is cut into micro-batches."""
         if self.router_aux_loss_coef is not None:
             log.warning(
-                "method.router_aux_loss_coef: the balance of experts is a mean over micro-batches, so this run's numbers depend on "
-                "data.micro_batch_size and on the number of devices."
+                "method.router_aux_loss_coef: the balance of experts is a mean over micro-batches, so this run's numbers "
+                "depend on data.micro_batch_size and on the number of devices."
             )
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:

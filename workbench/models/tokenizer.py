@@ -4,13 +4,14 @@ A template is taken from a file, from text, or cloned from another tokenizer tog
 writes. Cloning is the one way by which a vocabulary grows; the model's embedding then grows with it (`fit_vocabulary`).
 """
 
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 import jinja2
 from torch import nn
-from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from workbench.errors import UserError, nearest
 from workbench.models import gguf
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # One of these is in every folder that holds a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+# Classes that hold nothing but the saved tokenizer.json.
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_tokenizer(spec: str | ModelSpec | PreTrainedModel, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
@@ -174,7 +178,16 @@ def _from_location(spec: ModelSpec, location: Location) -> PreTrainedTokenizerBa
         return AutoTokenizer.from_pretrained(found) if found else gguf.read_tokenizer(file)
     if not _has_files(location.path):
         raise UserError(f"{location.path} holds no tokenizer; name the one it was trained with as model.tokenizer.")
+    if _saved_class(location.path) in _PLAIN_CLASSES:
+        return PreTrainedTokenizerFast.from_pretrained(location.path)
     return AutoTokenizer.from_pretrained(location.path, trust_remote_code=spec.trust_remote_code)
+
+
+def _saved_class(directory: str) -> str | None:
+    """The class that a saved tokenizer names. AutoTokenizer passes over it where the model's config (qwen2) knows another one,
+    which builds the vocabulary's rules anew and gives other ids."""
+    path = Path(directory, "tokenizer_config.json")
+    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") if path.is_file() else None
 
 
 def _has_files(directory: str | Path) -> bool:
