@@ -32,6 +32,10 @@ def _get(cfg: dict, path: str) -> object:
     return node
 
 
+def _evaluates(cfg: dict) -> bool:
+    return _get(cfg, "data.eval") is not None or bool(_get(cfg, "data.eval_size"))
+
+
 TRAINING = ("train", "inspect", "evaluate")
 
 
@@ -117,7 +121,7 @@ def _saving_options_without_effect(cfg: dict) -> str | None:
 
 @rule("train")
 def _monitor_without_evaluation(cfg: dict) -> str | None:
-    if _get(cfg, "data.eval") is not None:
+    if _evaluates(cfg):
         return None
     for name, node in (cfg.get("callbacks") or {}).items():
         monitor = node.get("monitor") if isinstance(node, dict) else None
@@ -128,7 +132,7 @@ def _monitor_without_evaluation(cfg: dict) -> str | None:
 
 @rule(*TRAINING)
 def _exact_match_without_evaluation(cfg: dict) -> str | None:
-    if cfg["exact_match"] and _get(cfg, "data.eval") is None:
+    if cfg["exact_match"] and not _evaluates(cfg):
         return f"exact_match={cfg['exact_match']} needs evaluation data: set data.eval, or exact_match=0."
     if cfg["exact_match"] < 0:
         return f"exact_match={cfg['exact_match']} must be a number of rows, or 0."

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from workbench.data.known_templates import KNOWN_TEMPLATES
 from workbench.data.skeleton import hollow_out, template_tags
@@ -100,6 +101,14 @@ class ChatRenderer:
                 "The tokenizer has no chat template, which conversations need: set model.chat_template to a path, a text or "
                 f"the name of a model to take it from. ({str(error).splitlines()[0]})"
             ) from None
+
+    def variables(self) -> set[str]:
+        """Names that the template reads and does not set itself."""
+        names: set[str] = set()
+        for template in {self.template(), self.template([{}])}:
+            environment = _compile_jinja_template(template).environment
+            names |= find_undeclared_variables(environment.parse(template))
+        return names
 
     def describe(self) -> str:
         """Name and hash of the template."""

@@ -22,7 +22,7 @@ from workbench.data.formats import TYPE_COLUMNS, detect_type, is_conversational
 from workbench.data.packing import pack, pack_stream
 from workbench.data.prepared_cache import cache_key, cached, default_cache_dir
 from workbench.data.spec import PrepareReport, PrepareSpec
-from workbench.errors import UserError
+from workbench.errors import UserError, nearest
 
 __all__ = ["PrepareReport", "PrepareSpec", "prepare"]
 
@@ -117,8 +117,21 @@ def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, 
             raise UserError(f"data.{option} has no effect on plain text rows: leave it out.")
     if conversational:
         report.template = preparer.renderer.describe()
+        _check_variables(spec, preparer)
     if report.data_type != "prompt_only":
         report.unused_columns = [c for c in first if c not in _READ_COLUMNS]
+
+
+def _check_variables(spec: PrepareSpec, preparer: RowPreparer) -> None:
+    if not spec.chat_template_kwargs:
+        return
+    known = preparer.renderer.variables()
+    for name in spec.chat_template_kwargs:
+        if name not in known:
+            raise UserError(
+                f"data.chat_template_kwargs: the chat template {preparer.renderer.describe()} reads no variable {name!r}."
+                f"{nearest(name, known)} It reads: {', '.join(sorted(known))}."
+            )
 
 
 def _make(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from workbench.data.formats import DATA_TYPES
+from workbench.data.messages import ROLES
 from workbench.data.targets import TrainOn
 from workbench.errors import UserError, check_choice
 
@@ -74,6 +75,10 @@ class PrepareSpec:
             object.__setattr__(self, "data_types", tuple(self.data_types))
 
     def _check_weights(self) -> None:
+        for role in self.role_weights or {}:
+            check_choice("data.role_weights", role, (*ROLES, "reasoning"))
+        for role in (self.role_names or {}).values():
+            check_choice("data.role_names", role, ROLES)
         for role, weight in (self.role_weights or {}).items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
                 raise UserError(f"data.role_weights: {role}={weight!r} is not a weight. Use a number of 0 or more.")

@@ -36,7 +36,10 @@ class Meter:
             self._counts[name] = self._counts[name] + torch.as_tensor(count, dtype=torch.float64).detach()
 
     def compute(self, device: torch.device, group: ProcessGroup | None = None) -> dict[str, float]:
-        """The metrics over all ranks of ``group``, in one all-reduce; the meter is empty afterwards."""
+        """The metrics over all ranks of ``group``, in one all-reduce; the meter is empty afterwards.
+
+        A mean over nothing (a step whose rows train no token) is left out: it has no value.
+        """
         names = list(self._totals)
         if not names:
             return {}
@@ -47,8 +50,9 @@ class Meter:
         values = vector.view(-1, 2).tolist()
         self._totals, self._counts = {}, {}
         return {
-            name: total if count is None else (total / n if n else float("nan"))
+            name: total if count is None else total / n
             for name, count, (total, n) in zip(names, counts, values, strict=True)
+            if count is None or n
         }
 
 

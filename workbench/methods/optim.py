@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
 from workbench.errors import UserError
@@ -85,16 +85,21 @@ def schedule(
         raise UserError(f"scheduler name={name} needs the number of steps; set trainer.max_steps, or use scheduler=constant.")
     if warmup_ratio:
         warmup_steps = round(warmup_ratio * num_training_steps)
+    if name == "constant" and options:
+        raise UserError(f"scheduler.options={options} have no effect with scheduler name=constant: leave them out.")
     if name == "constant" and warmup_steps:
         name = "constant_with_warmup"
     try:
         return get_scheduler(name, optimizer, warmup_steps, num_training_steps, scheduler_specific_kwargs=options or {})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"scheduler.options={options} do not fit scheduler name={name}: {error}") from error
 
 
 def build_scheduler(factory: SchedulerFactory, optimizer: Optimizer, num_training_steps: int | None) -> LRScheduler:
     """Calls a scheduler factory, ours or one of torch's, with the number of steps if it takes that."""
-    if "num_training_steps" in inspect.signature(factory).parameters:
-        return factory(optimizer, num_training_steps=num_training_steps)
-    return factory(optimizer)
+    given = {"num_training_steps": num_training_steps}
+    takes_steps = "num_training_steps" in inspect.signature(factory).parameters
+    scheduler = factory(optimizer, **(given if takes_steps else {}))
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UserError("scheduler ReduceLROnPlateau waits for a measure, but rates change with every step here; use another.")
+    return scheduler
