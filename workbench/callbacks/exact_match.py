@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from workbench.errors import UserError
+from workbench.methods.generate import to_prompt
 
 METRIC = "val/exact_match"
 
@@ -67,7 +68,7 @@ def exact_match(method: Any, data: Any, rows: int, max_new_tokens: int | None = 
     if max_new_tokens is None:
         longest = max(len(ids) for ids in method.tokenizer(answers, add_special_tokens=False)["input_ids"])
         max_new_tokens = longest + 4  # room for an end of turn
-    texts = method.generate([row["prompt"] for row in asked], max_new_tokens=max_new_tokens)
+    texts = method.generate([to_prompt(row) for row in asked], max_new_tokens=max_new_tokens)
     return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(asked)
 
 

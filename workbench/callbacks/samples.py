@@ -16,6 +16,7 @@ from workbench.callbacks.progress import phase
 from workbench.callbacks.steps import closes_step
 from workbench.errors import UserError
 from workbench.loggers.tables import log_table, plain_cell
+from workbench.methods.generate import to_prompt
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class GenerationSamples(Callback):
         prompts = [row["prompt"] for row in rows]
         with phase(trainer, f"generating {len(rows)} answers"), isolate_rng(), trainer.precision_plugin.forward_context():
             torch.manual_seed(trainer.global_step)  # The same answers on every process and after a resume.
-            texts = pl_module.generate(prompts, max_new_tokens=self.max_new_tokens, **self.generation)
+            texts = pl_module.generate([to_prompt(row) for row in rows], max_new_tokens=self.max_new_tokens, **self.generation)
         scores = trainer.strategy.broadcast({n: _score(n, f, rows, texts) for n, f in self.metrics.items()})
         columns = ["step", "prompt", "completion", "reference", *scores]
         cells = [prompts, texts, [row.get("reference") for row in rows], *scores.values()]

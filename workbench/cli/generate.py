@@ -11,6 +11,7 @@ from workbench.cli.evaluate import model_folder
 from workbench.cli.flags import Arguments, quote
 from workbench.errors import UserError
 
+CONFIG_FILE = "config.yaml"  # of a run
 _TEXTS = ("prompt", "system")
 
 
@@ -56,6 +57,7 @@ def load(cfg: DictConfig) -> Any:
     import torch
 
     from workbench.cli.check import to_plain
+    from workbench.data.chat import ChatRenderer
     from workbench.methods.generate import generate_texts
     from workbench.models.load import load_model
     from workbench.models.policy import Policy
@@ -72,7 +74,7 @@ def load(cfg: DictConfig) -> Any:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     policy = Policy(load_model(spec).to(device))
     torch.manual_seed(cfg.seed)
-    options = sampling(cfg)
+    options = {**sampling(cfg), "renderer": ChatRenderer(tokenizer, **_rendering(cfg))}
 
     def answer(prompt: str) -> list[str]:
         messages = [{"role": "system", "content": cfg.system}] if cfg.system else []
@@ -80,6 +82,14 @@ def load(cfg: DictConfig) -> Any:
         return generate_texts(policy, tokenizer, [asked] * cfg.num_samples, max_new_tokens=cfg.max_new_tokens, **options)
 
     return answer
+
+
+def _rendering(cfg: DictConfig) -> dict[str, Any]:
+    """How the run that is asked rendered its conversations."""
+    file = resume.run_folder(cfg.run) / CONFIG_FILE if cfg.run else None
+    data = OmegaConf.select(OmegaConf.load(file), "data") if file and file.is_file() else None
+    plain = OmegaConf.to_container(data) if data else {}
+    return {key: plain[key] for key in ("chat_template_kwargs", "fold_system") if plain.get(key)}
 
 
 def sampling(cfg: DictConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Texts to token ids, and characters to tokens of the same tokenisation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,10 +110,15 @@ class TextEncoder:
         return self.prefix, int(doubled), after, doubled
 
 
+def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    yield from ("a", "1", ".")
+    special = set(tokenizer.all_special_tokens)
+    yield from (t for t in tokenizer.get_vocab() if t not in special)
+
+
 def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer puts before and after a text."""
-    probes = ("a", "1", ".", *(t for t in tokenizer.get_vocab() if t not in tokenizer.all_special_tokens))
-    text = next((p for p in probes if tokenizer.encode(p, add_special_tokens=False)), "")
+    text = next((p for p in _probes(tokenizer) if tokenizer.encode(p, add_special_tokens=False)), "")
     inner, outer = (tokenizer.encode(text, add_special_tokens=flag) for flag in (False, True))
     at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), None)
     if at is None:

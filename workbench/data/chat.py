@@ -133,6 +133,13 @@ class ChatRenderer:
         except Exception as error:  # templates raise what they like
             raise self._refused(messages, error) from None
 
+    def render_prompt(
+        self, messages: Messages, tools: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text that the model is asked with: up to where the assistant's answer begins, or goes on if it has begun."""
+        opened = bool(messages) and messages[-1]["role"] == "assistant"
+        return self.render(messages, tools, kwargs, add_generation_prompt=not opened, continue_final_message=opened)
+
     def locate(
         self,
         messages: Messages,

@@ -113,25 +113,22 @@ class Drafter:
         return RowDraft(chosen.drafts + rejected.drafts, extras, chosen.flags | rejected.flags)
 
     def _prompt_only(self, row: dict[str, Any]) -> RowDraft:
-        return RowDraft([Draft(*self._prompt(row))]) if isinstance(row["prompt"], list) else self._plain_prompt(row)
+        return RowDraft([Draft(self._prompt(row))]) if isinstance(row["prompt"], list) else self._plain_prompt(row)
 
     def _plain_prompt(self, row: dict[str, Any]) -> RowDraft:
         return RowDraft([Draft(row["prompt"], plain=True)])
 
     def _stepwise_supervision(self, row: dict[str, Any]) -> RowDraft:
         plain = isinstance(row["prompt"], str)
-        text = row["prompt"] if plain else self._prompt(row)[0]
+        text = row["prompt"] if plain else self._prompt(row)
         draft = Draft(text, boundary=len(text), plain=plain)
         for step in row["completions"]:
             draft.text += step + self.step_separator
             draft.steps.append(len(draft.text))
         return RowDraft([draft], {"labels": list(row["labels"])})
 
-    def _prompt(self, row: dict[str, Any]) -> tuple[str]:
-        messages = row["prompt"]
-        opened = bool(messages) and messages[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not opened, "continue_final_message": opened}
-        return (self.renderer.render(messages, row.get("tools"), row.get("chat_template_kwargs"), **options),)
+    def _prompt(self, row: dict[str, Any]) -> str:
+        return self.renderer.render_prompt(row["prompt"], row.get("tools"), row.get("chat_template_kwargs"))
 
     def _continuation(self, row: dict[str, Any], completion: str | list[dict[str, Any]]) -> RowDraft:
         """Prompt and completion as one text."""

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workbench.data.batch import MicroBatch
+from workbench.data.chat import ChatRenderer
 from workbench.errors import UserError
 from workbench.losses.reduce import Scope
 from workbench.methods import checkpoint as ckpt
 from workbench.methods.evaluation import ComputeMetrics, Evaluation
-from workbench.methods.generate import generate_texts
+from workbench.methods.generate import Prompt, generate_texts
 from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_scheduler, parameter_groups
 from workbench.methods.resume import KEY, rewrite_position
@@ -221,9 +222,12 @@ class Method(L.LightningModule):
             self.log_dict({**metrics, "step": float(self.trainer.global_step)}, on_epoch=True, batch_size=1)
         self._last_time = None
 
-    def generate(self, prompts: Sequence[str | list[dict[str, Any]]], **options: Any) -> list[str]:
-        """Continues prompts (texts or conversations) with the current weights; see `generate_texts`."""
-        return generate_texts(self.policy, self.tokenizer, prompts, **options)
+    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
+        """Continues prompts (texts, conversations, or rows with ``prompt`` and ``tools``) with the current weights, rendered
+        as the training rows are; see `generate_texts`."""
+        spec = getattr(getattr(self._trainer, "datamodule", None), "spec", None)
+        asked = {} if spec is None else {"chat_template_kwargs": spec.chat_template_kwargs, "fold_system": spec.fold_system}
+        return generate_texts(self.policy, self.tokenizer, prompts, renderer=ChatRenderer(self.tokenizer, **asked), **options)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

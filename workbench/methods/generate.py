@@ -1,34 +1,51 @@
 """Text in, text out, with the current weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from workbench.data.align import TextEncoder
+from workbench.data.chat import ChatRenderer
 from workbench.errors import UserError
 from workbench.models.policy import Policy
 
+Prompt = str | list[dict[str, Any]] | Mapping[str, Any]
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Token ids of a prompt: a text as the tokenizer starts one (never with an end token), a conversation up to where the
-    assistant's answer begins."""
-    if not isinstance(prompt, str):
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(prompt)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
-        ids = ids[:-1]
-    if not ids:
-        ids = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
-    return ids
+
+def prompt_ids(prompts: Sequence[Prompt], renderer: ChatRenderer) -> list[list[int]]:
+    """Token ids of prompts, the same as in training: a text as the tokenizer starts one (never with an end token), a
+    conversation up to where the assistant's answer begins."""
+    encoder, tokenizer = TextEncoder(renderer.tokenizer), renderer.tokenizer
+    rows = [dict(p) if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
+    plain = [isinstance(row["prompt"], str) for row in rows]
+    texts = [
+        row["prompt"] if alone else renderer.render_prompt(row["prompt"], row.get("tools"), row.get("chat_template_kwargs"))
+        for row, alone in zip(rows, plain, strict=True)
+    ]
+    found = []
+    for encoded, alone in zip(encoder.encode(texts, offsets=False), plain, strict=True):
+        ids = encoded.ids.tolist()
+        if alone:
+            before, off, after, _ = encoder.around(encoded.ids, end=False)
+            ids = [*before, *ids[off:], *after]
+        found.append(ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id])
+    return found
+
+
+def to_prompt(row: Mapping[str, Any]) -> Prompt:
+    """What a row asks: its prompt alone, or with what else its rendering needs."""
+    needed = {key: row[key] for key in ("prompt", "tools", "chat_template_kwargs") if row.get(key) is not None}
+    return needed if len(needed) > 1 else row["prompt"]
 
 
 def generate_texts(
     policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | list[dict[str, Any]]],
+    prompts: Sequence[Prompt],
     *,
+    renderer: ChatRenderer | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
     skip_special_tokens: bool = True,
@@ -39,7 +56,8 @@ def generate_texts(
     Args:
         policy: the model.
         tokenizer: its tokenizer.
-        prompts: texts or lists of messages.
+        prompts: texts, lists of messages, or rows with a ``prompt`` and maybe ``tools`` and ``chat_template_kwargs``.
+        renderer: renders conversations; None: with the tokenizer's template alone.
         max_new_tokens: bound on each answer.
         batch_size: prompts per forward pass; they are sorted by length, so that little is padded.
         skip_special_tokens: leave markers out of the texts.
@@ -50,7 +68,7 @@ def generate_texts(
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    ids = [prompt_ids(tokenizer, p) for p in prompts]
+    ids = prompt_ids(prompts, renderer or ChatRenderer(tokenizer))
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     device = next(policy.parameters()).device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
