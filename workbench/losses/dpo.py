@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from workbench.errors import UserError, check_choice
-from workbench.losses import preference as p
+from workbench.losses import preference
 from workbench.losses.divergence import Divergence, divergence_scores
 from workbench.losses.preference import Pairs
 
@@ -29,81 +29,33 @@ DPOLoss = Literal[
     "sigmoid_norm",
     "sft",
 ]
-_OF_MARGINS: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": p.sigmoid_loss,
-    "hinge": p.hinge_loss,
-    "exo_pair": p.exo_loss,
-    "robust": p.robust_loss,
-    "discopop": p.discopop_loss,
-}
-_OF_TOKEN_MARGINS: dict[str, Callable[..., Tensor]] = {"ipo": p.ipo_loss, "sigmoid_norm": p.sigmoid_loss}
-_OF_LOGRATIOS: dict[str, Callable[..., Tensor]] = {
-    "nca_pair": p.nca_loss,
-    "bco_pair": p.bco_pair_loss,
-    "sppo_hard": p.sppo_hard_loss,
-    "apo_zero": p.apo_zero_loss,
-    "apo_down": p.apo_down_loss,
-    "aot_unpaired": p.aot_unpaired_loss,
-}
-_PAIR_LOSSES = {**_OF_MARGINS, **_OF_TOKEN_MARGINS, **_OF_LOGRATIOS, "aot": p.aot_loss}
 DPO_LOSSES = get_args(DPOLoss)
 
-
-def options_of(loss: str) -> frozenset[str]:
-    """The options of `dpo_loss` that change the value of ``loss``; none for ``sft``, whose terms are per token."""
-    if loss == "sft":
-        return frozenset()
-    parameters = inspect.signature(_PAIR_LOSSES[loss]).parameters.values()
-    read = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return frozenset(read | {"divergence"} if loss in _OF_MARGINS or loss in _OF_TOKEN_MARGINS else read)
+_OF_MARGINS: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": preference.sigmoid_loss,
+    "hinge": preference.hinge_loss,
+    "exo_pair": preference.exo_loss,
+    "robust": preference.robust_loss,
+    "discopop": preference.discopop_loss,
+}
+_OF_TOKEN_MARGINS: dict[str, Callable[..., Tensor]] = {
+    "ipo": preference.ipo_loss,
+    "sigmoid_norm": preference.sigmoid_loss,  # Tulu 3, arXiv:2411.15124
+}
+_OF_LOGRATIOS: dict[str, Callable[..., Tensor]] = {
+    "nca_pair": preference.nca_loss,
+    "bco_pair": preference.bco_pair_loss,
+    "sppo_hard": preference.sppo_hard_loss,
+    "apo_zero": preference.apo_zero_loss,
+    "apo_down": preference.apo_down_loss,
+    "aot_unpaired": preference.aot_unpaired_loss,
+}
+_FUNCTIONS = {**_OF_MARGINS, **_OF_TOKEN_MARGINS, **_OF_LOGRATIOS, "aot": preference.aot_loss}
 
 
 def dpo_loss(
     pairs: Pairs,
-    loss: DPOLoss = "sigmoid",
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    divergence: Divergence = "reverse_kl",
-    divergence_alpha: float = 0.5,
-    tau: float = 0.05,
-    reward_shift: Tensor | float = 0.0,
-) -> Tensor:
-    """A preference loss by name, per pair; at policy = reference ``sigmoid`` is ln 2.
-
-    Args:
-        pairs: log-probabilities of policy and reference.
-        loss: any of `DPO_LOSSES` but ``sft`` (which is `sft.nll_loss` on the chosen tokens).
-        beta: strength of the pull towards the reference; the regularisation tau for ``ipo``, 1 / eta for ``sppo_hard``.
-        label_smoothing: probability that a label is wrong; read by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``,
-            ``robust`` and ``aot*``.
-        divergence: f-divergence to the reference; other than ``reverse_kl`` only for losses of the margin, where the
-            partition function cancels.
-        divergence_alpha: order of the alpha-divergence.
-        tau: temperature of DiscoPOP's modulation.
-        reward_shift: BCO's delta.
-
-    Returns:
-        Losses ``[P]``.
-    """
-    options = {"beta": beta, "label_smoothing": label_smoothing, "tau": tau, "reward_shift": reward_shift}
-    function, read = _PAIR_LOSSES[loss], options_of(loss)
-    options = {name: value for name, value in options.items() if name in read}
-    if loss == "aot":
-        return function(pairs.chosen - pairs.rejected, torch.as_tensor(pairs.ref_chosen) - pairs.ref_rejected, **options)
-    chosen, rejected = pairs.logratios()
-    if loss in _OF_LOGRATIOS:
-        return function(chosen, rejected, **options)
-    chosen = divergence_scores(chosen, divergence, alpha=divergence_alpha)
-    rejected = divergence_scores(rejected, divergence, alpha=divergence_alpha)
-    if loss in _OF_TOKEN_MARGINS:
-        chosen, rejected = pairs.per_token(chosen, rejected)
-    return function(chosen - rejected, **options)
-
-
-def weighted_dpo_loss(
-    pairs: Pairs,
-    losses: Mapping[str, float],
+    losses: DPOLoss | Mapping[str, float] = "sigmoid",
     *,
     beta: float = 0.1,
     label_smoothing: float | Mapping[str, float] = 0.0,
@@ -112,36 +64,55 @@ def weighted_dpo_loss(
     tau: float = 0.05,
     reward_shift: Tensor | float = 0.0,
 ) -> Tensor:
-    """``sum_i w_i loss_i`` per pair (MPO, arXiv:2411.10442, eq. 1), without ``sft``, whose terms are per token.
+    """One loss by name, or ``sum_i w_i loss_i`` of several, per pair.
+
+    At policy = reference ``sigmoid`` is ln 2. The terms of ``sft`` are per token (`sft.nll_loss` on the chosen tokens); it is
+    left out here.
 
     Args:
         pairs: log-probabilities of policy and reference.
-        losses: weight by name; ``sft`` is left out.
-        beta: as in `dpo_loss`.
-        label_smoothing: one for all that read it, or by name (absent: 0).
-        divergence: as in `dpo_loss`.
-        divergence_alpha: as in `dpo_loss`.
-        tau: as in `dpo_loss`.
-        reward_shift: as in `dpo_loss`.
+        losses: one of `DPO_LOSSES`, or weights by name.
+        beta: strength of the pull towards the reference; the regularisation tau for ``ipo``, 1 / eta for ``sppo_hard``.
+        label_smoothing: probability that a label is wrong, for all losses that read it (``sigmoid``, ``sigmoid_norm``,
+            ``exo_pair``, ``robust``, ``aot``, ``aot_unpaired``), or by name.
+        divergence: f-divergence to the reference; other than ``reverse_kl`` only for losses of the margin, where the
+            partition function cancels.
+        divergence_alpha: order of the alpha-divergence.
+        tau: temperature of DiscoPOP's modulation.
+        reward_shift: BCO's delta.
 
     Returns:
         Losses ``[P]``; zeros where ``sft`` is the only one.
     """
+    logratios = pairs.logratios()
+    scores = [divergence_scores(r, divergence, alpha=divergence_alpha) for r in logratios]
     total = torch.zeros_like(pairs.chosen)
-    for name, weight in losses.items():
+    for name, weight in {losses: 1.0}.items() if isinstance(losses, str) else losses.items():
         if name == "sft":
             continue
-        total = total + weight * dpo_loss(
-            pairs,
-            name,
-            beta=beta,
-            label_smoothing=_smoothing(label_smoothing, name),
-            divergence=divergence,
-            divergence_alpha=divergence_alpha,
-            tau=tau,
-            reward_shift=reward_shift,
-        )
+        options = {"beta": beta, "label_smoothing": _smoothing(label_smoothing, name), "tau": tau, "reward_shift": reward_shift}
+        options = {key: value for key, value in options.items() if key in options_of(name)}
+        total = total + weight * _FUNCTIONS[name](*_arguments(name, pairs, logratios, scores), **options)
     return total
+
+
+def _arguments(name: str, pairs: Pairs, logratios: Sequence[Tensor], scores: Sequence[Tensor]) -> Sequence[Any]:
+    """What the loss is a function of."""
+    if name in _OF_LOGRATIOS:
+        return logratios
+    if name == "aot":
+        return pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
+    chosen, rejected = pairs.per_token(*scores) if name in _OF_TOKEN_MARGINS else scores
+    return (chosen - rejected,)
+
+
+def options_of(loss: str) -> frozenset[str]:
+    """The options of `dpo_loss` that change the value of ``loss``; none for ``sft``."""
+    if loss == "sft":
+        return frozenset()
+    parameters = inspect.signature(_FUNCTIONS[loss]).parameters.values()
+    read = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return frozenset(read | {"divergence"} if loss in _OF_MARGINS or loss in _OF_TOKEN_MARGINS else read)
 
 
 def loss_weights(loss: str | Sequence[str], weights: Sequence[float] | None = None) -> dict[str, float]:
@@ -164,6 +135,7 @@ def loss_weights(loss: str | Sequence[str], weights: Sequence[float] | None = No
 def check_dpo_options(
     losses: Mapping[str, float],
     *,
+    beta: float = 0.1,
     label_smoothing: float | Mapping[str, float] = 0.0,
     divergence: Divergence = "reverse_kl",
     weighting: bool = False,
@@ -172,13 +144,16 @@ def check_dpo_options(
 
     Args:
         losses: weight by name.
-        label_smoothing: as in `weighted_dpo_loss`.
+        beta: as in `dpo_loss`.
+        label_smoothing: as in `dpo_loss`.
         divergence: as in `dpo_loss`.
         weighting: whether pairs are weighted as in WPO.
 
     Raises:
         UserError: naming the option, the losses and the way out.
     """
+    if beta <= 0:
+        raise UserError(f"beta={beta} must be above 0; the papers use 0.001 to 0.5.")
     listed, on_pairs = ", ".join(losses), [name for name in losses if name != "sft"]
     rates = label_smoothing if isinstance(label_smoothing, Mapping) else dict.fromkeys(losses, label_smoothing)
     readers = [name for name in losses if "label_smoothing" in options_of(name)]

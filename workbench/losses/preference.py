@@ -153,7 +153,7 @@ def apo_down_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return torch.sigmoid(beta * chosen) + torch.sigmoid(beta * (rejected - chosen))
 
 
-def aot_loss(margins: Tensor, ref_margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot_loss(margins: Tensor, ref_margins: Tensor | float, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """AOT for paired data: `sigmoid_loss` on the sorted margins of the policy minus the sorted ones of the reference (Melnyk et
     al. 2024, arXiv:2406.05882). It couples the pairs that it is given.
 

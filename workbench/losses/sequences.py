@@ -18,11 +18,12 @@ def sequence_sums(values: Tensor, weights: Tensor, segment: Tensor, size: int) -
         size: number of segments S.
 
     Returns:
-        Sums ``[S]`` in fp32 (fp64 for fp64 values); 0 for a segment without trained tokens.
+        Sums ``[S]`` in fp64; 0 for a segment without trained tokens. A log-ratio is the small difference of two large sums: in
+        fp32 it would keep three or four digits, and which ones would depend on the order of summation.
     """
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    kept = torch.where(weights == 0, 0.0, values * weights)
-    return values.new_zeros(size).index_add(0, segment, kept)
+    dtype = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no fp64
+    kept = torch.where(weights == 0, 0.0, values.to(dtype) * weights)
+    return kept.new_zeros(size).index_add(0, segment, kept)
 
 
 def sequence_lengths(weights: Tensor, segment: Tensor, size: int) -> Tensor:
