@@ -64,7 +64,8 @@ def test_every_dependence_is_in_the_key(tmp_path, encoded):
         run_one(**spec)
     for spec in (
         {"fold_system": True},
-        {"chat_template_kwargs": {"a": 1}},
+        {"template": "{{- a }}" + CHATML},
+        {"template": "{{- a }}" + CHATML, "chat_template_kwargs": {"a": 1}},
         {"on_bad_row": "skip"},
         {"data_type": "language_modeling"},
     ):

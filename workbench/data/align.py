@@ -20,6 +20,10 @@ class Encoded(Protocol):
         """Range of the tokens that hold any character of ``start:end``."""
         ...
 
+    def joined(self, place: int) -> bool:
+        """Whether one token holds the characters on both sides of ``place``."""
+        ...
+
 
 @dataclass
 class WithOffsets:
@@ -42,6 +46,10 @@ class WithOffsets:
     def tokens_in(self, start: int, end: int) -> tuple[int, int]:
         return int(np.searchsorted(self.ends, start, "right")), int(np.searchsorted(self.starts, end, "left"))
 
+    def joined(self, place: int) -> bool:
+        first = self.tokens_in(place, place)[0]
+        return first < len(self.starts) and bool(self.starts[first] < place)
+
 
 @dataclass
 class WithoutOffsets:
@@ -55,6 +63,9 @@ class WithoutOffsets:
     def tokens_in(self, start: int, end: int) -> tuple[int, int]:
         last, clean = self._before(end)
         return self._before(start)[0], last if clean else last + 1
+
+    def joined(self, place: int) -> bool:
+        return not self._before(place)[1]
 
     def _before(self, place: int) -> tuple[int, bool]:
         """Tokens that lie wholly before ``place``, and whether one of them ends there."""

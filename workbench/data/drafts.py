@@ -25,6 +25,7 @@ class Flag(IntFlag):
     UNTERMINATED = 64
     OPEN_MARKERS = 128
     OTHER_ROLES = 256
+    PROMPT_DIFFERS = 512
 
 
 @dataclass
@@ -177,6 +178,7 @@ def _flags(conversation: Conversation, targets: Targets, first: int) -> Flag:
     placed = [t for t in conversation.turns[first:] if isinstance(t, Turn)]
     asked = [t for t in placed if conversation.roles[t.message] == "assistant"]
     flags |= Flag.UNTERMINATED if asked and not asked[-1].terminated else Flag.NONE
+    flags |= Flag.NONE if all(turn.prompted for turn in asked) else Flag.PROMPT_DIFFERS
     flags |= Flag.OPEN_MARKERS if conversation.open_markers else Flag.NONE
     stretch = targets.train_on == "completion" and not targets.role_weights
     if stretch and any(role != "assistant" for role in conversation.roles[first:]):

@@ -181,6 +181,8 @@ class RowPreparer:
             weights[first:last] = weight
         boundary = encoded.tokens_in(draft.boundary, draft.boundary)[0] if draft.boundary else 0
         steps = [encoded.tokens_in(0, end)[1] for end in draft.steps]
+        if draft.boundary and encoded.joined(draft.boundary):
+            row.flags |= Flag.PROMPT_DIFFERS
         if not draft.plain:
             starts_twice = len(ids) > 1 and ids[0] == ids[1] == self.encoder.bos
             row.flags |= Flag.DOUBLE_BOS if starts_twice else Flag.NONE

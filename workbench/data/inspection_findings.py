@@ -146,6 +146,13 @@ class _Judge:
             only_warn=True,
         )
         yield from self._share(
+            "prompt_differs",
+            report.prompt_differs,
+            "do not begin with the tokens of their prompt alone, so that the model is asked otherwise than it is trained: move "
+            "a space at the prompt's end to the answer, or train answers with the thinking that the template opens",
+            only_warn=True,
+        )
+        yield from self._share(
             "other_roles",
             report.other_roles,
             "have completions with messages of other roles, trained as well: use data.train_on=assistant",

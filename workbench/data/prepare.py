@@ -44,6 +44,7 @@ _COUNTED = {
     Flag.UNTERMINATED: "unterminated",
     Flag.OPEN_MARKERS: "open_markers",
     Flag.OTHER_ROLES: "other_roles",
+    Flag.PROMPT_DIFFERS: "prompt_differs",
 }
 _LARGE_SHARE = 0.1  # of rows dropped or without a trained token, from which on it is a warning
 
@@ -225,6 +226,11 @@ def _warn(report: PrepareReport, preparer: RowPreparer) -> None:
         say(f"{template} has generation markers that leave out the turn's terminator: the model does not learn to stop.")
     if report.other_roles:
         say(f"{report.other_roles} completions hold messages of other roles, trained as well: use data.train_on=assistant.")
+    if report.prompt_differs:
+        say(
+            f"{report.prompt_differs} of {rows} rows do not begin with the tokens of their prompt alone (a space at the end "
+            "joins the answer, or the template asks with an open thinking block): it is asked otherwise than it is trained."
+        )
     if report.cut_before_terminator >= _LARGE_SHARE * rows:
         say(f"{report.cut_before_terminator} of {rows} rows lose their end to data.max_length={preparer.spec.max_length}.")
     if report.template and "strftime_now" in preparer.renderer.template():

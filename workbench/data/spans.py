@@ -44,6 +44,8 @@ class Turn:
         end: one past the turn's terminator.
         reasoning: the part of it that is reasoning, tags included.
         terminated: whether a terminator was rendered.
+        prompted: whether the generation prompt stands before it (an assistant's turn); not so where the prompt opens a
+            thinking block that the turn lacks.
     """
 
     message: int
@@ -51,6 +53,7 @@ class Turn:
     end: int
     reasoning: tuple[int, int] | None = None
     terminated: bool = True
+    prompted: bool = True
 
 
 class Mark(NamedTuple):
@@ -68,6 +71,7 @@ class TurnPlan:
     end: Mark
     reasoning: tuple[Mark, Mark] | None
     terminated: bool
+    prompted: bool = True
 
 
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -114,7 +118,7 @@ class Plan:
         if isinstance(plan, str):
             return plan
         start, end, *reasoning = (starts[m.piece] + m.offset for m in (plan.start, plan.end, *(plan.reasoning or ())))
-        return Turn(message, start, end, tuple(reasoning) or None, plan.terminated)  # type: ignore[arg-type]
+        return Turn(message, start, end, tuple(reasoning) or None, plan.terminated, plan.prompted)  # type: ignore[arg-type]
 
 
 def make_plan(skeleton: Skeleton, render: Render, ends: Ends) -> Plan:
@@ -172,28 +176,29 @@ class _Shape:
         if self.skeleton.messages[message]["role"] != "assistant":
             length, terminated = self.end(message, cuts[-1], gap)
             return TurnPlan(Mark(cuts[0], len(gap)), Mark(cuts[-1] + 1, length), None, terminated)
-        start = Mark(cuts[0], self.header(message, cuts[0]))
+        header, prompted = self.header(message, cuts[0])
+        start = Mark(cuts[0], header)
         length, terminated = self.end(message, cuts[-1], gap[: start.offset])
-        return TurnPlan(start, Mark(cuts[-1] + 1, length), self.reasoning(start, cuts), terminated)
+        return TurnPlan(start, Mark(cuts[-1] + 1, length), self.reasoning(start, cuts), terminated, prompted)
 
     def part(self, count: int, prompt: bool) -> str | None:
         """The rendering of the first ``count`` messages, or None if the template has none."""
         return _try(self.render, self.skeleton.messages[:count], prompt)
 
-    def header(self, message: int, cut: int) -> int:
-        """Length of the part of the literal before a turn that the generation prompt supplies."""
+    def header(self, message: int, cut: int) -> tuple[int, bool]:
+        """Length of the part of the literal before a turn that the generation prompt supplies, and whether that is all of it."""
         gap, last_slot = self.literals[cut], self.slots[cut - 1] if cut else None
         prompt, before = (self.part(message, True), self.part(message, False)) if message else (None, None)
         if prompt is None:
-            return self._first_header(gap)
+            return self._first_header(gap), True
         literals, slots = _cut(prompt, self.skeleton)
         same_text = (slots[-1] if slots else None) == last_slot
         if same_text and gap.startswith(literals[-1]):
-            return len(literals[-1])
+            return len(literals[-1]), True
         opened = opened_by(prompt[len(before) :], gap) if before and prompt.startswith(before) else 0
         if not opened and not same_text:
             raise SpanError(f"what precedes message {message} differs from the prompt it would be generated from")
-        return opened or header_length(literals[-1], gap, message)
+        return opened or header_length(literals[-1], gap, message), False
 
     def _first_header(self, gap: str) -> int:
         """The header of a conversation that opens with the assistant: what a generation prompt adds after a user."""
@@ -361,4 +366,4 @@ def _prefix_turn(messages: list[dict[str, Any]], i: int, text: str, render: Rend
         raise SpanError(f"the text of message {i} is not where its rendering ends")
     close = at + len(core)
     length, terminated = turn_end(alone[close:], text[close:], last, ends)
-    return Turn(i, start, close + length, None, terminated)
+    return Turn(i, start, close + length, None, terminated, text.startswith(prompt))

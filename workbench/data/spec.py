@@ -119,6 +119,7 @@ class PrepareReport:
         reasoning_dropped: rows with reasoning that the template does not print.
         text_dropped: rows with an assistant's text or tool calls that the template does not print.
         other_roles: rows whose trained completion holds messages of other roles.
+        prompt_differs: rows that do not begin with the tokens of their prompt alone.
         tokens: tokens of the rows kept, or of the packs.
         trained_tokens: those of weight above 0.
         packs: packed rows, 0 without packing.
@@ -144,6 +145,7 @@ class PrepareReport:
     reasoning_dropped: int = 0
     text_dropped: int = 0
     other_roles: int = 0
+    prompt_differs: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     packs: int = 0
