@@ -61,6 +61,7 @@ READ_COLUMNS = {
     *("instruction", "input", "context", "history", "output", "response"),
     *("tools", "images", "image", "margin"),
 }
+_IMAGE_WORDS = ("image", "img", "photo", "picture")
 # Other names that public data sets use for a column, for the hint in an error.
 _OTHER_NAMES = {
     "prompt": ("question", "query", "problem", "input", "prompts"),
@@ -120,6 +121,20 @@ def _similar(name: str, columns: Iterable[str]) -> str | None:
             return lower[candidate]
     close = difflib.get_close_matches(name, [c for c in lower if lower[c] not in TYPE_COLUMNS], n=1)
     return lower[close[0]] if close else None
+
+
+def meant_by(column: str) -> str | None:
+    """The column that an unread one looks like a misspelling of, if any."""
+    read = (*TYPE_COLUMNS, *SYSTEM_COLUMNS, "tools", "images", "margin", "chat_template_kwargs")
+    near = difflib.get_close_matches(column, read, n=1, cutoff=0.8)
+    return near[0] if near else "images" if any(word in column.lower() for word in _IMAGE_WORDS) else None
+
+
+def unread_column(column: str) -> str:
+    """What to say of a column for which `meant_by` finds one."""
+    meant = meant_by(column)
+    way = f"if {meant!r} is meant, rename it: columns={{{column}: {meant}}} in the source"
+    return f"column {column!r} is read by nothing; {way}."
 
 
 def is_conversational(row: Mapping[str, Any], data_type: str | None = None) -> bool:

@@ -13,21 +13,18 @@ Below that share each of these is a *warning*, as are duplicates, reasoning that
 messages of other roles, columns that look misspelt, packs and steps that waste much, and labels that are all alike.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from workbench.data.formats import SYSTEM_COLUMNS, TYPE_COLUMNS
+from workbench.data.formats import meant_by, unread_column
 from workbench.data.inspection import SetInspection
 from workbench.data.inspection_steps import Steps
 
 TOLERANCE = 0.1
 _WASTE = 0.5  # share of padding from which on it is a warning
-_READ = (*TYPE_COLUMNS, *SYSTEM_COLUMNS, "tools", "images", "margin", "chat_template_kwargs")
-_IMAGE_WORDS = ("image", "img", "photo", "picture")
 _OTHER_REASONS = {
     "cut_away": "lose all their trained tokens to data.max_length={limit} and are left out: raise it, or set "
     "data.truncation={other}",
@@ -212,11 +209,8 @@ class _Judge:
 
     def _columns(self) -> Iterator[Finding]:
         for column in self.report.unused_columns:
-            near = difflib.get_close_matches(column, _READ, n=1, cutoff=0.8)
-            near = near or ["images"] * any(word in column.lower() for word in _IMAGE_WORDS)
-            if near:
-                way = f"if {near[0]!r} is meant, rename it: columns={{{column}: {near[0]}}} in the source"
-                yield self._warning("column", f"column {column!r} is read by nothing; {way}.")
+            if meant_by(column):
+                yield self._warning("column", unread_column(column))
 
 
 def _step_findings(steps: Steps, train: SetInspection) -> Iterator[Finding]:

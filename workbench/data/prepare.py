@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workbench.data.drafts import Flag
 from workbench.data.features import REASONS, RowPreparer, to_rows
-from workbench.data.formats import TYPE_COLUMNS, detect_type, is_conversational
+from workbench.data.formats import TYPE_COLUMNS, detect_type, is_conversational, meant_by, unread_column
 from workbench.data.packing import pack, pack_stream
 from workbench.data.prepared_cache import cache_key, cached, default_cache_dir
 from workbench.data.spec import PrepareReport, PrepareSpec
@@ -83,8 +83,9 @@ def prepare(
         raise UserError(f"data.packing={spec.packing} is for {' and '.join(_PACKED_TYPES)} rows, not {data_type}: leave it out.")
     preparer = RowPreparer(tokenizer, spec, data_type, _columns(dataset, first))
     report = PrepareReport(data_type=data_type)
-    _describe(report, preparer, first)
+    _describe(report, preparer, first, name)
     if isinstance(dataset, IterableDataset):
+        _log_warnings(report, name)
         return _stream(dataset, preparer, report, name), report
     if cache_dir is False:
         made, report = _make(dataset, preparer, report, num_proc, None, name)
@@ -92,9 +93,13 @@ def prepare(
         directory = Path(cache_dir) if isinstance(cache_dir, str | Path) else default_cache_dir()
         key = cache_key(dataset, tokenizer, spec, data_type)
         made, report = cached(key, directory, lambda work: _make(dataset, preparer, report, num_proc, work, name))
+    _log_warnings(report, name)
+    return made, report
+
+
+def _log_warnings(report: PrepareReport, name: str) -> None:
     for warning in report.warnings:
         log.warning("%s: %s", name, warning)
-    return made, report
 
 
 def _first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def _columns(dataset: Dataset | IterableDataset, first: Mapping[str, Any]) -> li
     return list(dataset.column_names or first)
 
 
-def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, Any]) -> None:
+def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, Any], name: str) -> None:
     """Checks the options against the form of the first row, before anything is tokenised."""
     conversational, spec = is_conversational(first, report.data_type), preparer.spec
     train_on = preparer.drafter.targets(conversational).train_on
@@ -121,6 +126,9 @@ def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, 
         _check_variables(spec, preparer)
     if report.data_type != "prompt_only":
         report.unused_columns = [c for c in first if c not in _READ_COLUMNS]
+    if report.unused_columns:
+        log.info("%s: columns that nothing reads: %s.", name, ", ".join(report.unused_columns))
+    report.warnings = [unread_column(c) for c in report.unused_columns if meant_by(c)]
 
 
 def _check_variables(spec: PrepareSpec, preparer: RowPreparer) -> None:
