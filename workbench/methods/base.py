@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -227,7 +228,9 @@ class Method(L.LightningModule):
         as the training rows are; see `generate_texts`."""
         spec = getattr(getattr(self._trainer, "datamodule", None), "spec", None)
         asked = {} if spec is None else {"chat_template_kwargs": spec.chat_template_kwargs, "fold_system": spec.fold_system}
-        return generate_texts(self.policy, self.tokenizer, prompts, renderer=ChatRenderer(self.tokenizer, **asked), **options)
+        precision = self.trainer.precision_plugin.forward_context() if self._trainer is not None else nullcontext()
+        with precision:
+            return generate_texts(self.policy, self.tokenizer, prompts, renderer=ChatRenderer(self.tokenizer, **asked), **options)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """FSDP2 over every process, on CUDA or on CPU."""
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
@@ -9,7 +10,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.strategies.checkpoint_io import AtomicCheckpointIO
+from workbench.errors import UserError
+from workbench.strategies.checkpoint_io import AtomicCheckpointIO, is_intact
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -47,6 +49,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes // int(self._tensor_parallel_size)
         super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a whole-tensor checkpoint into the shards.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        if not is_intact(checkpoint_path):
+            raise UserError(f"The checkpoint {checkpoint_path} is damaged; resume from another one in its folder.")
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, trained parameters only (frozen ones come from the base model again)."""
