@@ -10,6 +10,7 @@ from workbench.data.align import TextEncoder
 from workbench.data.chat import ChatRenderer
 from workbench.errors import UserError
 from workbench.models.policy import Policy
+from workbench.models.tokenizer import as_list, end_token_ids
 
 Prompt = str | list[dict[str, Any]] | Mapping[str, Any]
 
@@ -51,7 +52,8 @@ def generate_texts(
     skip_special_tokens: bool = True,
     **options: Any,
 ) -> list[str]:
-    """Continues prompts; greedy unless ``do_sample=True``.
+    """Continues prompts; greedy unless ``do_sample=True``. An answer ends where it would after `save_pretrained`, too: at the
+    tokenizer's end, the chat template's end of a turn or the model's own.
 
     Args:
         policy: the model.
@@ -72,17 +74,22 @@ def generate_texts(
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     device = next(policy.parameters()).device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    options = {"do_sample": False, **options}
+    ends = as_list(options.pop("eos_token_id", None)) or end_token_ids(policy.hf, tokenizer)
+    options = {"do_sample": False, "pad_token_id": pad or 0, "eos_token_id": ends or None, **options}
     texts: list[str] = [""] * len(ids)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         input_ids, mask = _left_pad([ids[i] for i in chosen], pad or 0)
-        out = policy.generate(
-            input_ids.to(device), mask.to(device), max_new_tokens=max_new_tokens, pad_token_id=pad or 0, **options
-        )
-        for i, text in zip(chosen, tokenizer.batch_decode(out, skip_special_tokens=skip_special_tokens), strict=True):
+        out = policy.generate(input_ids.to(device), mask.to(device), max_new_tokens=max_new_tokens, **options)
+        answers = [_until_end(new, ends) for new in out.tolist()]
+        for i, text in zip(chosen, tokenizer.batch_decode(answers, skip_special_tokens=skip_special_tokens), strict=True):
             texts[i] = text
     return texts
+
+
+def _until_end(ids: list[int], ends: list[int]) -> list[int]:
+    """The ids up to the first end; what follows is padding."""
+    return ids[: next((i for i, token in enumerate(ids, 1) if token in ends), len(ids))]
 
 
 def _left_pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
