@@ -61,6 +61,17 @@ def accumulate(trainer: Any, num_micro: int, steps_per_epoch: int | None) -> Non
     trainer._batches_per_step = num_micro
 
 
+def refuse_batch_size_search(trainer: Any) -> None:
+    """Raises `UserError` where Lightning would try batch sizes: the rows of an optimizer step are part of what is trained."""
+    from lightning.pytorch.callbacks import BatchSizeFinder
+
+    if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+        raise UserError(
+            "BatchSizeFinder changes data.batch_size, the rows of an optimizer step, and with it the run; lower "
+            "data.micro_batch_size (or set data.micro_batch_tokens) until a step fits, which changes no number."
+        )
+
+
 def evaluation_interval(trainer: Any, steps_per_epoch: int | None) -> int | None:
     """Optimizer steps between evaluations within an epoch, or None where one follows each epoch.
 

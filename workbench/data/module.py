@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from workbench.data.formats import normalise_row
-from workbench.data.intervals import accumulate, first_evaluation, limited
+from workbench.data.intervals import accumulate, first_evaluation, limited, refuse_batch_size_search
 from workbench.data.loader import (
     EvalDataset,
     InOrder,
@@ -27,7 +27,7 @@ from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
 from workbench.data.sources import load_source
 from workbench.data.splits import split_off
-from workbench.errors import UserError
+from workbench.errors import UserError, check_at_least
 from workbench.strategies.info import backward_divisor, data_parallel
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class DataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         check_batch_sizes(batch_size, micro_batch_size, micro_batch_tokens, balance)
+        check_at_least(1, data__eval_micro_batch_size=eval_micro_batch_size, data__num_proc=num_proc)
+        check_at_least(0, data__num_workers=num_workers, data__seed=seed)
         if eval is not None and eval_size is not None:
             raise UserError("data.eval and data.eval_size exclude each other; set one of them to null.")
         if streaming and eval_size is not None:
@@ -129,7 +131,7 @@ class DataModule(L.LightningDataModule):
         rows = load_source(self.train_source, split="train", streaming=self.streaming and name == "train", seed=self.seed)
         if not self.eval_size:
             return rows
-        return split_off(rows, self.eval_size, self.seed)[name != "train"]
+        return split_off(rows, self.eval_size, self.seed, "data.eval_size")[name != "train"]
 
     @property
     def eval_names(self) -> list[str]:
@@ -167,6 +169,7 @@ class DataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Prepares the data for the trainer's method (rank 0 first, the others read its cache) and plans the steps."""
+        refuse_batch_size_search(self.trainer)
         method = self.trainer.lightning_module
         strategy = self.trainer.strategy
         if not strategy.is_global_zero:
