@@ -105,3 +105,21 @@ def test_env_shows_versions_devices_and_folders(capsys):
     assert torch.__version__ in page or torch.__version__.split("+")[0] in page
     assert all(word in page for word in ("cores", "configuration", "hub cache", "[deepspeed]"))
     assert len(page.splitlines()) < 40
+
+
+def test_notices_go_to_the_stderr_of_the_moment(monkeypatch):
+    import io
+    import logging
+
+    from workbench.cli import app
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    app._set_up_logging()
+    logging.getLogger("workbench.x").info("one")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    app._set_up_logging()
+    logging.getLogger("workbench.x").info("two")
+    assert second.getvalue() == "INFO: two\n"

@@ -2,8 +2,10 @@
 
 import importlib
 import logging
+import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -40,9 +42,22 @@ def run_command(command: str, argv: Sequence[str]) -> int:
     return module.main(composed.cfg) or 0
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what stderr is when something is logged, since notebooks and tests replace it between two commands."""
+
+    @property
+    def stream(self) -> TextIO:
+        """The current stderr."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
+
+
 def _set_up_logging() -> None:
     """Our own notices and everybody's warnings, as lines on stderr; of the first process alone."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_StderrHandler()])
     logging.getLogger("workbench").setLevel(logging.INFO if rundir.is_first() else logging.ERROR)
 
 
