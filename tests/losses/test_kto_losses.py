@@ -91,6 +91,7 @@ def test_apo_zero_is_its_two_halves():
 def test_baseline_is_the_mean_but_not_below_zero():
     assert kto.kl_baseline(torch.tensor(3.0), 4).item() == 0.75
     assert kto.kl_baseline(torch.tensor(-3.0), 4).item() == 0.0
+    assert kto.kl_baseline(torch.tensor(3.0), 1).item() == 3.0
     assert kto.kl_baseline(torch.tensor(0.0), 0).item() == 0.0
 
 
@@ -167,6 +168,7 @@ def test_shift_is_halfway_between_the_labels():
 def test_shift_with_one_label_or_none():
     assert bco.reward_shift(torch.tensor(6.0), 2, torch.tensor(0.0), 0).item() == 3.0
     assert bco.reward_shift(torch.tensor(0.0), 0, torch.tensor(-6.0), 3).item() == -2.0
+    assert bco.reward_shift(torch.tensor(6.0), 1, torch.tensor(-2.0), 1).item() == 2.0
     assert bco.reward_shift(torch.tensor(0.0), 0, torch.tensor(0.0), 0).item() == 0.0
 
 
@@ -175,3 +177,4 @@ def test_distribution_weights_are_clipped_odds():
     assert weights.tolist() == pytest.approx([3.0, 0.5, 10.0, 10.0, 0.5])
     assert bco.distribution_weights(torch.tensor([0.1]), minimum=0.0).item() == pytest.approx(1 / 9)
     assert bco.distribution_weights(torch.tensor([0.99]), maximum=20.0).item() == 20.0
+    assert not bco.distribution_weights(torch.tensor([0.75], requires_grad=True)).requires_grad

@@ -90,8 +90,10 @@ def test_per_token_losses_divide_by_each_length(name, loss):
 
 
 def test_an_empty_completion_divides_by_one():
-    pairs = draw()._replace(chosen_lengths=torch.zeros(5))
-    assert torch.isfinite(dpo_loss(pairs, "ipo")).all()
+    pairs = draw()
+    one = pairs._replace(chosen_lengths=torch.ones(5), rejected_lengths=torch.ones(5))
+    empty = pairs._replace(chosen_lengths=torch.zeros(5), rejected_lengths=torch.zeros(5))
+    assert torch.equal(dpo_loss(empty, "ipo"), dpo_loss(one, "ipo"))
 
 
 @pytest.mark.parametrize("name", ON_PAIRS)
@@ -112,6 +114,18 @@ def test_exactly_the_options_it_reads_change_it(name, option):
     pairs = draw()
     changed = not torch.equal(dpo_loss(pairs, name, **BASE), dpo_loss(pairs, name, **{**BASE, option: OPTIONS[option]}))
     assert changed == (option in options_of(name))
+
+
+def test_defaults_are_the_papers():
+    pairs = draw()
+    for name in ("sigmoid", "discopop"):
+        assert torch.equal(dpo_loss(pairs, name), dpo_loss(pairs, name, beta=0.1, label_smoothing=0.0, tau=0.05))
+    chosen, rejected = (divergence_scores(r, "alpha_divergence", alpha=0.5) for r in pairs.logratios())
+    assert torch.equal(dpo_loss(pairs, divergence="alpha_divergence"), P.sigmoid_loss(chosen - rejected, beta=0.1))
+    assert torch.equal(
+        divergence_scores(pairs.chosen, "alpha_divergence"), divergence_scores(pairs.chosen, "alpha_divergence", alpha=0.5)
+    )
+    assert torch.equal(P.discopop_loss(pairs.chosen, beta=0.1), P.discopop_loss(pairs.chosen, beta=0.1, tau=0.05))
 
 
 def test_divergence_order_changes_the_loss():
@@ -228,11 +242,19 @@ def test_loss_weights_refuses(names, weights, message):
         (["sigmoid"], {"beta": 0.0}, "beta=0.0 must be above 0"),
         (["sigmoid"], {"label_smoothing": 0.5}, "must lie in"),
         (["robust"], {"label_smoothing": -0.1}, "must lie in"),
-        (["hinge", "ipo"], {"label_smoothing": 0.1}, "no effect on loss hinge, ipo"),
+        (
+            ["hinge", "ipo"],
+            {"label_smoothing": 0.1},
+            "no effect on loss hinge, ipo; .* use losses among sigmoid, exo_pair, robust, aot,",
+        ),
         (["sigmoid", "hinge"], {"label_smoothing": {"hinge": 0.1}}, "no effect on loss sigmoid, hinge"),
         (["exo_pair"], {}, "needs label_smoothing above 0"),
         (["exo_pair", "sigmoid"], {"label_smoothing": {"sigmoid": 0.1}}, "needs label_smoothing above 0"),
-        (["sigmoid", "apo_zero"], {"divergence": "forward_kl"}, "does not go with loss sigmoid, apo_zero"),
+        (
+            ["sigmoid", "apo_zero"],
+            {"divergence": "forward_kl"},
+            "does not go with loss sigmoid, apo_zero: .* use reverse_kl, or losses among sigmoid, hinge, ipo,",
+        ),
         (["sft"], {"divergence": "forward_kl"}, "does not go with loss sft"),
         (["aot"], {"weighting": True}, "WPO weights belong to pairs"),
         (["sft"], {"weighting": True}, "WPO weights belong to pairs"),

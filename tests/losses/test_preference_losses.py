@@ -236,7 +236,7 @@ def test_both_finite_far_out(name, c, r):
 
 
 def test_metrics_are_detached_and_ties_are_no_hits():
-    chosen, rejected = torch.tensor([1.0, 2.0, -3.0], requires_grad=True), torch.tensor([0.5, 2.0, 1.0])
+    chosen, rejected = (torch.tensor(v, requires_grad=True) for v in ([1.0, 2.0, -3.0], [0.5, 2.0, 1.0]))
     metrics = P.pair_metrics(chosen, rejected)
     assert metrics["rewards/accuracies"].tolist() == [1.0, 0.0, 0.0]
     assert metrics["rewards/margins"].tolist() == [0.5, 0.0, -4.0]

@@ -97,6 +97,16 @@ def test_exactly_the_options_it_reads_change_it(loss, option):
     assert changed == (option in READS[loss])
 
 
+def test_defaults_are_the_papers():
+    pairs = draw()
+    for loss in CPO:
+        explicit = cpo_loss(pairs, loss, beta=0.1, label_smoothing=0.0, gamma=0.5, alpha=0.0)
+        assert torch.equal(cpo_loss(pairs, loss), explicit)
+        assert torch.equal(policy_scores(pairs, loss)[0], policy_scores(pairs, loss, alpha=0.0)[0])
+    for loss in TPO:
+        assert torch.equal(tpo_loss(pairs, loss), tpo_loss(pairs, loss, beta=0.01, label_smoothing=0.0, gamma=0.5))
+
+
 @pytest.mark.parametrize("loss", CPO)
 def test_alpha_changes_every_cpo_loss(loss):
     assert not torch.allclose(cpo_loss(draw(), loss, alpha=0.3), cpo_loss(draw(), loss))

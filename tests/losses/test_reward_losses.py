@@ -69,7 +69,8 @@ def test_centring_by_hand():
 
 
 def test_metrics():
-    metrics = reward.reward_metrics(torch.tensor([1.0, -2.0, 0.5], requires_grad=True), torch.tensor([0.0, 3.0, 0.5]))
+    chosen, rejected = (torch.tensor(v, requires_grad=True) for v in ([1.0, -2.0, 0.5], [0.0, 3.0, 0.5]))
+    metrics = reward.reward_metrics(chosen, rejected)
     assert metrics["mean_reward"].tolist() == [0.5, 0.5, 0.5]
     assert metrics["min_reward"].tolist() == [0.0, -2.0, 0.5]
     assert metrics["max_reward"].tolist() == [1.0, 3.0, 0.5]
@@ -121,4 +122,4 @@ def test_step_loss_keeps_nan_to_its_own_step():
 def test_step_accuracies():
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
     assert reward.step_accuracies(logits, torch.tensor([True, False, False, True])).tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert reward.step_accuracies(logits[:2], torch.tensor([0.6, 0.4])).tolist() == [1.0, 0.0]
+    assert reward.step_accuracies(logits[:3], torch.tensor([0.6, 0.4, 0.5])).tolist() == [1.0, 0.0, 0.0]

@@ -57,5 +57,5 @@ def step_loss(logits: Tensor, correct: Tensor) -> Tensor:
 
 
 def step_accuracies(logits: Tensor, correct: Tensor) -> Tensor:
-    """1 where the likelier class is the label (of a probability: the side of 1/2 it is on), else 0 ``[T]``."""
-    return (logits.detach().argmax(-1) == (correct.float() >= 0.5)).float()
+    """1 where the likelier class is the label (of a probability: at least 1/2 counts as right), else 0 ``[T]``."""
+    return (logits.argmax(-1) == (correct.float() >= 0.5)).float()
