@@ -1,5 +1,6 @@
 """Answers to a few evaluation prompts while the model trains."""
 
+import functools
 import importlib
 import inspect
 import logging
@@ -117,7 +118,8 @@ def _named(metrics: Mapping[str, str | Metric] | str | Metric | None) -> dict[st
         return {}
     if not isinstance(metrics, Mapping):
         function = _resolve(metrics)
-        return {getattr(function, "__name__", type(function).__name__): function}
+        inner = function.func if isinstance(function, functools.partial) else function
+        return {getattr(inner, "__name__", type(inner).__name__): function}
     return {name: _resolve(metric) for name, metric in metrics.items()}
 
 

@@ -78,9 +78,9 @@ def evaluation_interval(trainer: Any, steps_per_epoch: int | None) -> int | None
     Raises:
         UserError: the interval is longer than the epoch, a share of a stream, or a time.
     """
-    interval = trainer.val_check_interval
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise UserError("trainer.val_check_interval is a time, which may end within an optimizer step; give a number of steps.")
+    interval = trainer.val_check_interval
     if interval is None or (interval == 1.0 and not isinstance(interval, int)):
         return None
     if not isinstance(interval, int):

@@ -69,7 +69,8 @@ class Method(L.LightningModule):
         compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         super().__init__()
-        self.model_spec = ModelSpec(model) if isinstance(model, str) else model
+        # past nn.Module, which would make an object a submodule beside the policy and write it to checkpoints a second time
+        object.__setattr__(self, "model_spec", ModelSpec(model) if isinstance(model, str) else model)
         self.peft_spec = peft
         self.optim = optim or adamw
         self.scheduler = scheduler
