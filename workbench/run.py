@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from workbench.cli import check as checker
 from workbench.cli import notebook, resume, rundir
 from workbench.cli.check import FROM_GROUPS
+from workbench.cli.schema import OWN, locate
 from workbench.cli.schema import describe as describe_signature
-from workbench.cli.schema import locate
 from workbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,7 +141,13 @@ def train_config(cfg: DictConfig, overrides: Sequence[str] | None = None, **obje
     """`train` with a configuration that has been checked; ``overrides`` are what a later ``resume=`` starts from."""
     if notebook.needs_processes(cfg):
         return notebook.train_in_processes(cfg, objects)
-    folder = _prepare_folder(cfg, overrides)
+    folder = resume.folder_to_continue(cfg) or rundir.run_dir(cfg)
+    cfg.paths.run_dir = str(folder)
+    record = functools.partial(_record, cfg, overrides, folder)
+    if cfg.resume is None:
+        record()
+    else:  # a resume that fails leaves the run as it was
+        objects["callbacks"] = [*objects.get("callbacks", []), _at_start(record)]
     checkpoint = resume.find_checkpoint(cfg, folder)
     with rundir.published(folder, checkpoint):
         return _train_here(cfg, folder, checkpoint, objects)
@@ -162,15 +168,20 @@ def _as_config(config: Sequence[DictConfig | str]) -> tuple[DictConfig, list[str
     return cfg, overrides
 
 
-def _prepare_folder(cfg: DictConfig, overrides: Sequence[str] | None) -> pathlib.Path:
-    folder = resume.folder_to_continue(cfg) or rundir.run_dir(cfg)
-    cfg.paths.run_dir = str(folder)
+def _record(cfg: DictConfig, overrides: Sequence[str] | None, folder: pathlib.Path) -> None:
+    """Writes what a later process starts from into the run's folder."""
     if rundir.is_first():
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(reusable(cfg), folder / CONFIG_FILE)
+        rundir.write(folder / CONFIG_FILE, OmegaConf.to_yaml(reusable(cfg)))
         if overrides is not None:
             resume.save_overrides(folder, overrides)
-    return folder
+
+
+def _at_start(function: Callable[[], None]) -> Any:
+    """A callback that calls ``function`` once training goes on, with its checkpoint read."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    return LambdaCallback(on_train_start=lambda trainer, module: function())
 
 
 def reusable(cfg: DictConfig) -> DictConfig:
@@ -219,7 +230,7 @@ def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, o
         _save_model(run)
     if first:
         result = {"interrupted": run.interrupted, "metrics": run.metrics}
-        (folder / RESULT_FILE).write_text(json.dumps(result, indent=1))
+        rundir.write(folder / RESULT_FILE, json.dumps(result, indent=1))
         print(report(run), flush=True)
     return run
 
@@ -293,7 +304,11 @@ def build_trainer(node: Mapping[str, Any], callbacks: Sequence[Any], loggers: Se
     own = {"strategy": strategy, "callbacks": list(callbacks), "logger": list(loggers), "plugins": plugins}
     own["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
     own["enable_progress_bar"] = any(isinstance(c, ProgressBar) for c in callbacks)
-    return instantiate(node["trainer"], default_root_dir=node["paths"]["run_dir"], **own)
+    own["logger"] = own["logger"] or False
+    trainer = instantiate(node["trainer"], default_root_dir=node["paths"]["run_dir"], **own)
+    if node["trainer"].get("precision") == "16-mixed" and trainer.precision != "16-mixed":
+        raise UserError("trainer.precision=16-mixed needs a GPU; on a CPU use trainer.precision=bf16-mixed or 32-true.")
+    return trainer
 
 
 def _build_named(nodes: Mapping[str, Any] | None) -> list[Any]:
@@ -316,11 +331,27 @@ def instantiate(node: Any, **arguments: Any) -> Any:
         return None
     try:
         factory = hydra.utils.instantiate({**node, "_convert_": "all", "_partial_": True})
+        return functools.partial(factory, **arguments) if node.get("_partial_") else factory(**arguments)
     except hydra.errors.InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
-    return functools.partial(factory, **arguments) if node.get("_partial_") else factory(**arguments)
+    except Exception as error:
+        if isinstance(error, UserError) or node["_target_"].startswith(OWN) or not _is_refusal(error):
+            raise
+        how = "needs a package that is missing" if isinstance(error, ImportError) else "refuses its options"
+        raise UserError(f"{node['_target_'].rsplit('.', 1)[-1]} {how}: {_first_sentence(error)}") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether another package's class has refused what it was given, or lacks a package."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return isinstance(error, (ValueError, TypeError, ImportError, MisconfigurationException))
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
-from workbench.errors import UserError, check_choice, nearest
+from workbench.errors import UserError, check_at_least, check_choice, nearest
 
 
 class EarlyStopping(LightningEarlyStopping):
@@ -34,6 +34,7 @@ class EarlyStopping(LightningEarlyStopping):
         verbose: bool = True,
     ) -> None:
         check_choice("mode", mode, ("min", "max"))
+        check_at_least(0, patience=patience)
         super().__init__(
             monitor,
             mode=mode,

@@ -31,6 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (| head)
         sys.stderr.close()
         return 0
+    except OSError as error:
+        line = _disk_error(error)
+        if line is None:
+            raise
+        _tell(f"workbench: {line}")
+        return USAGE
     except KeyboardInterrupt:
         print("workbench: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -47,6 +53,15 @@ def _tell(message: str) -> None:
         time.sleep(3)
         message = f"[rank {os.environ['LOCAL_RANK']}] {message}"
     print(message, file=sys.stderr, flush=True)
+
+
+def _disk_error(error: OSError) -> str | None:
+    """The line for a full disk or a file that may not be touched; None for what only a traceback explains."""
+    from workbench.errors import FULL, REFUSED, explain_os_error
+
+    if error.errno not in FULL | REFUSED or (error.filename is None and error.errno in REFUSED):
+        return None
+    return explain_os_error(error, f"use {error.filename}" if error.filename else "write")
 
 
 def _is_abort(error: BaseException) -> bool:

@@ -277,6 +277,8 @@ class _Walker:
 def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
+    if value != value:  # NaN is no number that an option could mean
+        return False
     return isinstance(value, _TYPES[name])
 
 

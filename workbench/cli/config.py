@@ -68,7 +68,7 @@ def load(
     typed = OmegaConf.to_container(hydra.overrides)  # not resolved: ${...} in an override is the configuration's
     with open_dict(cfg):
         del cfg["hydra"]
-        if cfg.get("name", "") is None:
+        if "name" in cfg and OmegaConf.to_container(cfg)["name"] is None:  # unresolved: ${...} is judged by the check
             cfg.name = run_name(choices)
     OmegaConf.set_readonly(cfg, False)
     return Composed(cfg, hydra, typed["task"], typed["hydra"], choices)
@@ -136,6 +136,8 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     if isinstance(error, MissingConfigException):
         return _explain_missing(error, overrides)
     text = str(error) or str(error.__cause__ or "")
+    if found := re.search(r"Config group override must be a string or a list\. Got (\w+)", text):
+        return _explain_group(overrides) or text
     cause = error if isinstance(error, yaml.YAMLError) else error.__cause__
     if isinstance(cause, yaml.YAMLError):
         mark = getattr(cause, "problem_mark", None)
@@ -171,6 +173,20 @@ def _explain_missing(error, overrides: Sequence[str]) -> str:
     hint = nearest(option, options)
     typed = f"{group}={option}"
     return f"{typed} is not an option of the group {group!r}.{hint} Options: {', '.join(options)}."
+
+
+def _explain_group(overrides: Sequence[str]) -> str | None:
+    """An override that chooses no option of its group."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not key.strip("+~"):
+            return f"cannot read {override!r}: an override is written key=value."
+        folder = config_dir() / key.lstrip("+~").partition("@")[0]
+        if value in ("null", "") or not value.isidentifier():
+            options = sorted(p.stem for p in folder.glob("*.yaml"))
+            if options:
+                return f"{override} chooses no option of the group {folder.name!r}. Options: {', '.join(options)}."
+    return None
 
 
 def _explain_sweep(override: str) -> str:

@@ -14,7 +14,7 @@ from workbench.errors import UserError
 # Groups that evaluation has its own choice of.
 _REPLACED = ("peft", "callbacks", "logger", "debug")
 # Fields of the model that the saved folder holds itself by now.
-_SAVED = ("gguf_file", "revision", "tokenizer", "chat_template", "eos_token", "pad_token")
+_SAVED = ("gguf_file", "revision", "tokenizer", "chat_template", "eos_token", "pad_token", "init_kwargs")
 
 
 def expand(arguments: Arguments) -> Arguments:
@@ -23,10 +23,14 @@ def expand(arguments: Arguments) -> Arguments:
     if wanted is None:
         return arguments
     folder = resume.run_folder(wanted, arguments.overrides)
-    saved = [o for o in resume.saved_overrides(folder) if resume.key_of(o).partition(".")[0] not in _REPLACED]
+    saved = [o for o in resume.saved_overrides(folder, arguments.overrides) if not _is_replaced(resume.key_of(o))]
     model = [f"model.name={quote(str(model_folder(folder)))}", "model.init=pretrained", *(f"model.{f}=null" for f in _SAVED)]
     arguments.overrides = resume.merge(resume.merge(saved, [*model, "peft=none"]), arguments.overrides)
     return arguments
+
+
+def _is_replaced(key: str) -> bool:
+    return key.partition(".")[0] in _REPLACED or key.startswith("model.init_kwargs.")
 
 
 def model_folder(run: pathlib.Path) -> pathlib.Path:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import yaml
 from omegaconf import DictConfig
 
-from workbench.cli import rundir
+from workbench.cli import rundir, trust
 from workbench.cli.flags import quote
 from workbench.errors import UserError
 
@@ -42,7 +42,7 @@ def replay(overrides: Sequence[str]) -> list[str]:
     folder = run_folder(wanted, overrides)
     if folder is None:
         return overrides
-    return merge(saved_overrides(folder), [*overrides, f"paths.run_dir={quote(str(folder))}"])
+    return merge(saved_overrides(folder, overrides), [*overrides, f"paths.run_dir={quote(str(folder))}"])
 
 
 def merge(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
@@ -51,16 +51,32 @@ def merge(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
     return [*(o for o in saved if key_of(o) not in keys), *typed]
 
 
-def saved_overrides(folder: pathlib.Path) -> list[str]:
-    """The overrides that a run was started with."""
+def saved_overrides(folder: pathlib.Path, typed: Sequence[str] = ()) -> list[str]:
+    """The overrides that a run was started with.
+
+    Raises:
+        UserError: the file is damaged, or it comes from elsewhere and names code with a key that is not ``typed`` again.
+    """
     file = folder / OVERRIDES_FILE
-    return list(yaml.safe_load(file.read_text()) or []) if file.is_file() else []
+    if not file.is_file():
+        return []
+    try:
+        text = file.read_text()
+        read = yaml.safe_load(text) or []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())}): mend or remove it.") from error
+    if not isinstance(read, list) or not all((isinstance(o, str) and "=" in o) or str(o).startswith("~") for o in read):
+        raise UserError(f"{file} must hold a list of overrides (key=value): mend or remove it.")
+    if not trust.is_signed(text):
+        again = {key_of(o) for o in typed}
+        trust.check([o for o in read if key_of(o) not in again], file)
+    return read
 
 
 def save_overrides(folder: pathlib.Path, overrides: Sequence[str]) -> None:
     """Writes what `saved_overrides` reads; where a run continues is not part of what it is."""
     kept = [o for o in overrides if key_of(o) not in ("resume", "paths.run_dir") and not key_of(o).startswith("hydra.")]
-    (folder / OVERRIDES_FILE).write_text(yaml.safe_dump(kept))
+    rundir.write(folder / OVERRIDES_FILE, trust.signed(yaml.safe_dump(kept)))
 
 
 def run_folder(wanted: str, overrides: Sequence[str] = ()) -> pathlib.Path | None:

@@ -1,5 +1,7 @@
 """Combinations of options that cannot work, each with the way out. Only what the configuration alone can tell is here."""
 
+import os
+import pathlib
 from collections.abc import Callable
 
 from workbench.errors import UserError
@@ -44,6 +46,75 @@ def _quantized_without_adapter(cfg: dict) -> str | None:
     if "peft" not in cfg or _get(cfg, "model.quantization") is None or cfg["peft"] is not None:
         return None
     return "model.quantization freezes the weights, so that nothing would be trained: choose peft=lora (or peft=qlora)."
+
+
+# Smallest and largest values of what other packages take unchecked, or refuse late.
+_BOUNDS: dict[str, tuple[float, float | None]] = {
+    "seed": (0, 2**32 - 1),
+    "trainer.max_epochs": (-1, None),
+    "trainer.max_steps": (-1, None),
+    "trainer.min_epochs": (0, None),
+    "trainer.min_steps": (0, None),
+    "trainer.num_nodes": (1, None),
+    "trainer.gradient_clip_val": (0, None),
+    "trainer.check_val_every_n_epoch": (1, None),
+    "trainer.log_every_n_steps": (0, None),
+    "trainer.num_sanity_val_steps": (-1, None),
+}
+_FEW = 8  # processes that any machine may be asked for, to try things out
+
+
+@rule(*TRAINING)
+def _bounds(cfg: dict) -> str | None:
+    for path, (low, high) in _BOUNDS.items():
+        value = _get(cfg, path)
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            return f"{path}={value} must be at least {low}." if high is None else f"{path}={value} must lie in {low} to {high}."
+    if _get(cfg, "trainer.val_check_interval") == 0:
+        return "trainer.val_check_interval=0 would never evaluate: use a number of steps, a share of an epoch, or null."
+    return None
+
+
+@rule(*TRAINING)
+def _least_above_most(cfg: dict) -> str | None:
+    for unit in ("steps", "epochs"):
+        least, most = _get(cfg, f"trainer.min_{unit}"), _get(cfg, f"trainer.max_{unit}")
+        if least is not None and most is not None and 0 <= most < least:
+            return f"trainer.min_{unit}={least} is above trainer.max_{unit}={most}: set it to {most} at most, or null."
+    return None
+
+
+@rule(*TRAINING)
+def _more_processes_than_cores(cfg: dict) -> str | None:
+    devices, cores = _get(cfg, "trainer.devices"), os.cpu_count() or 1
+    most = max(_FEW, cores)
+    if _get(cfg, "trainer.accelerator") != "cpu" or not isinstance(devices, int) or devices <= most:
+        return None
+    return f"trainer.devices={devices} starts as many processes, and this machine has {cores} cores: use {most} at most."
+
+
+@rule(*TRAINING)
+def _half_precision_on_cpu(cfg: dict) -> str | None:
+    if _get(cfg, "trainer.accelerator") == "cpu" and _get(cfg, "trainer.precision") in ("16-mixed", "16"):
+        return "trainer.precision=16-mixed needs a GPU; on a CPU use trainer.precision=bf16-mixed or 32-true."
+    return None
+
+
+@rule("train")
+def _barebones(cfg: dict) -> str | None:
+    if not _get(cfg, "trainer.barebones"):
+        return None
+    extra = [f"{g}.{name}=null" for g in ("callbacks", "logger") for name, node in (cfg.get(g) or {}).items() if node is not None]
+    extra += ["trainer.log_every_n_steps=null"] if _get(cfg, "trainer.log_every_n_steps") is not None else []
+    return f"trainer.barebones=true goes without callbacks and logs: add {' '.join(extra)}." if extra else None
+
+
+@rule("train")
+def _name_is_a_folder(cfg: dict) -> str | None:
+    name = cfg["name"]
+    if name is None or (name and not pathlib.PurePath(name).is_absolute() and ".." not in pathlib.PurePath(name).parts):
+        return None
+    return f"name={name!r} is a folder below paths.root: give a word; another place is paths.root=... or paths.run_dir=..."
 
 
 @rule(*TRAINING)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 
 from omegaconf import DictConfig
 
-from workbench.errors import UserError
+from workbench.errors import UserError, file_errors
 
 VARIABLE = "WORKBENCH_RUN_DIR"
 CHECKPOINT_VARIABLE = "WORKBENCH_RESUME"
@@ -50,8 +50,20 @@ def run_dir(cfg: DictConfig, environment: MutableMapping[str, str] = os.environ)
         folder = pathlib.Path(cfg.paths.run_dir)
     else:
         folder = _named(pathlib.Path(cfg.paths.root) / cfg.name, environment)
-    folder.mkdir(parents=True, exist_ok=True)
+    with file_errors(f"make the run's folder {folder} (paths.run_dir)"):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder.absolute()
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a file that is whole or, where the disk is full, what it was before."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with file_errors(f"write {path}"):
+            temporary.write_text(text)
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sweep_dir(cfg: DictConfig) -> pathlib.Path:
@@ -73,12 +85,13 @@ def _named(parent: pathlib.Path, environment: MutableMapping[str, str]) -> pathl
 
 def _fresh(parent: pathlib.Path, name: str) -> pathlib.Path:
     """A folder that did not exist: two runs started within a second get two."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
-        folder = parent / f"{name}{suffix}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+    with file_errors(f"make a folder in {parent} (paths.root)"):
+        parent.mkdir(parents=True, exist_ok=True)
+        for suffix in ("", *(f"_{i}" for i in range(2, 1000))):
+            folder = parent / f"{name}{suffix}"
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
     raise UserError(f"{parent} holds a thousand runs of this second: give paths.run_dir.")
 
 

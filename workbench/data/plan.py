@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from workbench.errors import UserError
+from workbench.errors import UserError, check_at_least
 from workbench.losses.reduce import Normalisers
 
 Balance = Literal["tokens", "none"]
@@ -217,8 +217,7 @@ def check_batch_sizes(
     batch_size: int, micro_batch_size: int | None, micro_batch_tokens: int | None, balance: Balance = "tokens"
 ) -> None:
     """Raises `UserError` if the sizes cannot go together."""
-    if batch_size < 1:
-        raise UserError(f"data.batch_size={batch_size} must be at least 1.")
+    check_at_least(1, data__batch_size=batch_size, data__micro_batch_tokens=micro_batch_tokens)
     if micro_batch_size is not None and micro_batch_tokens is not None:
         raise UserError("data.micro_batch_size and data.micro_batch_tokens exclude each other; set one of them to null.")
     if micro_batch_tokens is not None and balance == "none":

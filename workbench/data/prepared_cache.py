@@ -20,6 +20,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from workbench.data.spec import PrepareReport, PrepareSpec
+from workbench.errors import file_errors
 from workbench.models.gguf import cache_home
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def cached(key: str, directory: Path, make: Callable[[Path], tuple[Dataset, Prep
     """
     target = directory / key
     if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
+        with file_errors(f"write prepared data to {directory} (data.cache_dir)"):
+            directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / f"{key}.lock"):
             if not target.exists():
                 _make(target, make)
@@ -82,7 +84,12 @@ def cached(key: str, directory: Path, make: Callable[[Path], tuple[Dataset, Prep
 
 
 def _make(target: Path, make: Callable[[Path], tuple[Dataset, PrepareReport]]) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    with file_errors(f"write prepared data to {target.parent} (data.cache_dir)"):
+        scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+        _fill(scratch, target, make)
+
+
+def _fill(scratch: Path, target: Path, make: Callable[[Path], tuple[Dataset, PrepareReport]]) -> None:
     try:
         (scratch / "work").mkdir()
         (scratch / "done").mkdir()

@@ -1,5 +1,6 @@
 """Splits, slices of them, limits, and cutting an evaluation set off a training set."""
 
+import math
 import re
 from typing import Any, TypeVar
 
@@ -77,22 +78,24 @@ def limit_rows(rows: Rows, limit: int | float, label: str) -> Rows:
     return rows.select(range(count))
 
 
-def split_off(rows: Rows, size: int | float, seed: int = 0) -> tuple[Any, Any]:
+def split_off(rows: Rows, size: int | float, seed: int = 0, name: str = "test_split_size") -> tuple[Any, Any]:
     """Cuts an evaluation set off: ``(rest, cut)``.
 
     Args:
         rows: a data set (drawn at random under ``seed``) or a stream (its first rows).
         size: number of rows, or a fraction of them below 1.0 (not for a stream).
         seed: of the draw.
+        name: what ``size`` is called where it was given.
     """
-    if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0 or (size >= 1 and size != int(size)):
-        raise UserError(f"test_split_size={size!r}; use a number of rows, or a fraction between 0 and 1.")
+    number = isinstance(size, int | float) and not isinstance(size, bool) and math.isfinite(size)
+    if not number or size <= 0 or (size >= 1 and size != int(size)):
+        raise UserError(f"{name}={size!r}; use a number of rows, or a fraction between 0 and 1.")
     if isinstance(rows, IterableDataset):
         if size < 1:
-            raise UserError(f"A stream has no known length, so test_split_size={size} is undefined; use a number of rows.")
+            raise UserError(f"A stream has no known length, so {name}={size} is undefined; use a number of rows.")
         return rows.skip(int(size)), rows.take(int(size))
     count = max(1, round(size * len(rows))) if size < 1 else int(size)
     if count >= len(rows):
-        raise UserError(f"test_split_size={size} leaves no row to train on: the data set has {len(rows)}.")
+        raise UserError(f"{name}={size} leaves no row to train on: the data set has {len(rows)}.")
     both = rows.train_test_split(test_size=count, seed=seed, shuffle=True)
     return both["train"], both["test"]

@@ -12,6 +12,8 @@ import pandas as pd
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from workbench.errors import file_errors
+
 log = logging.getLogger(__name__)
 
 FILENAME = "metrics.csv"
@@ -90,7 +92,8 @@ class CSVLogger(Logger):
         """Takes over an earlier file: its columns, and its last row, which may still grow."""
         if self._columns is not None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with file_errors(f"make the folder {self.path.parent}"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path) if self.path.exists() else []
         self._columns = list(rows[0]) if rows else ["step"]
         self._row_start = _write_rows(self.path, self._columns, rows[:-1])
@@ -130,6 +133,11 @@ def _write_rows(path: Path, columns: list[str], rows: list[dict[str, Any]], star
         writer.writeheader()
     writer.writerows(rows)
     data = text.getvalue().encode()
+    with file_errors(f"write {path}"):
+        return _write_bytes(path, data, start)
+
+
+def _write_bytes(path: Path, data: bytes, start: int | None) -> int:
     if start is None:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_bytes(data)

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workbench.data.batch import MicroBatch
 from workbench.data.chat import ChatRenderer
-from workbench.errors import UserError
+from workbench.errors import UserError, check_at_least
 from workbench.losses.reduce import Scope
 from workbench.methods import checkpoint as ckpt
 from workbench.methods.evaluation import ComputeMetrics, Evaluation
 from workbench.methods.generate import Prompt, generate_texts
 from workbench.methods.metrics import Meter
-from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_scheduler, parameter_groups
+from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_optimizer, build_scheduler
 from workbench.methods.resume import KEY, rewrite_position
 from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
@@ -88,6 +88,7 @@ class Method(L.LightningModule):
         self._evaluations: list[Evaluation] = []
         self._closing = False
         self._last_time: float | None = None
+        check_at_least(1, method__pad_to_multiple_of=pad_to_multiple_of)
         if disable_dropout and getattr(peft, "dropout", 0.0):
             raise UserError(
                 f"peft.dropout={peft.dropout} has no effect with method.disable_dropout=true; set one of peft.dropout=0 and "
@@ -128,7 +129,7 @@ class Method(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:
         """The optimizer over trained parameters, and the schedule per optimizer step."""
-        optimizer = self.optim(parameter_groups(self))
+        optimizer = build_optimizer(self.optim, self)
         if self.scheduler is None:
             return optimizer
         scheduler = build_scheduler(self.scheduler, optimizer, self.trainer.datamodule.total_steps)

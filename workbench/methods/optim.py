@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
-from workbench.errors import UserError
+from workbench.errors import UserError, check_at_least
 
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], Optimizer]
 SchedulerFactory = Callable[..., LRScheduler]
@@ -80,6 +80,7 @@ def schedule(
     """
     if warmup_steps and warmup_ratio:
         raise UserError("scheduler.warmup_steps and scheduler.warmup_ratio exclude each other; set one of them to 0.")
+    check_at_least(0, scheduler__warmup_steps=warmup_steps, scheduler__warmup_ratio=warmup_ratio)
     needs_total = bool(warmup_ratio) or name not in ("constant", "inverse_sqrt")
     if needs_total and num_training_steps is None:
         raise UserError(f"scheduler name={name} needs the number of steps; set trainer.max_steps, or use scheduler=constant.")
@@ -93,6 +94,17 @@ def schedule(
         return get_scheduler(name, optimizer, warmup_steps, num_training_steps, scheduler_specific_kwargs=options or {})
     except (TypeError, ValueError) as error:
         raise UserError(f"scheduler.options={options} do not fit scheduler name={name}: {error}") from error
+
+
+def build_optimizer(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
+    """Calls an optimizer factory, ours or one of torch's, with the groups of trained parameters."""
+    groups = parameter_groups(module)
+    try:
+        return factory(groups)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"optim refuses its options: {error}.") from error
 
 
 def build_scheduler(factory: SchedulerFactory, optimizer: Optimizer, num_training_steps: int | None) -> LRScheduler:

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import logging
+import pickle
 import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -24,7 +26,7 @@ log = logging.getLogger(__name__)
 # What transformers, torch and safetensors raise on bad input; anything else is a fault of ours and keeps its traceback.
 LOAD_ERRORS = (
     *(OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError),
-    *(SafetensorError, struct.error),
+    *(SafetensorError, StrictDataclassError, struct.error, pickle.UnpicklingError),
 )
 
 
@@ -88,6 +90,13 @@ def _explain(spec: "ModelSpec", location: Location, error: BaseException) -> Use
         return unreadable(location.path, error)
     if location.kind == "hub" and isinstance(error, OSError | ValueError):
         return explain_hub(spec.name, error)
+    if isinstance(error, StrictDataclassError):
+        return UserError(f"The config of {spec.name!r} does not fit together: {' '.join(str(error).split())}")
+    if isinstance(error, pickle.UnpicklingError):
+        return UserError(
+            f"The weights of {spec.name!r} hold objects other than tensors, or are damaged, and are not loaded, since that "
+            "could run code; get them as safetensors."
+        )
     if isinstance(error, SafetensorError) or "deserializ" in text or "PytorchStreamReader" in text:
         return UserError(f"The weights of {spec.name!r} are damaged or incomplete ({text}); copy or download them again.")
     if isinstance(error, ImportError) and (pip := re.search(r"pip install [^`'\"\n]+", str(error))):

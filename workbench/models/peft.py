@@ -106,6 +106,8 @@ class PeftSpec:
             check_choice("peft.init_lora_weights", re.sub(r"^pissa_niter_\d+$", "pissa", self.init_lora_weights), INITS)
         if self.r < 1:
             raise UserError(f"peft.r={self.r}: the rank must be at least 1.")
+        if self.alpha == 0:
+            raise UserError("peft.alpha=0 scales the update to nothing: set it above 0, such as 2 * peft.r.")
         if self.adapter is not None:
             self._check_only_own_fields()
 
@@ -346,6 +348,10 @@ def _token_indices(model: nn.Module, spec: PeftSpec) -> list[int] | dict[str, li
     names = {id(module): name.rpartition(".")[2] for name, module in base.named_modules()}
     in_full = {names[id(embedding)], names.get(id(head))} & set(spec.modules_to_save or ())
     rows = set(spec.trainable_token_indices or ())
+    if outside := sorted(row for row in rows if not 0 <= row < embedding.weight.shape[0]):
+        raise UserError(
+            f"peft.trainable_token_indices={outside[0]}: the embedding's rows are 0 to {embedding.weight.shape[0] - 1}."
+        )
     first_new = getattr(base, "rows_before_resize", None)
     if first_new is not None and spec.train_new_tokens and not in_full:
         rows |= set(range(first_new, embedding.weight.shape[0]))

@@ -1,12 +1,12 @@
 """Checkpoint files that are either whole or absent."""
 
-import errno
+import contextlib
 import logging
 import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.utils._pytree import tree_leaves
 
-from workbench.errors import UserError
+from workbench.errors import FULL, UserError, file_errors
 
 log = logging.getLogger(__name__)
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OF_A_RUN = {"state_dict", "global_step"}  # what every checkpoint of a trainer holds
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -37,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with file_errors(f"make the folder of checkpoints {path.parent}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path.parent)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -60,7 +61,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Reads ``path``. Only tensors and plain values are accepted, whatever ``weights_only`` says."""
         if weights_only is False:
             log.debug("weights_only=False is ignored: checkpoints hold tensors and plain values only")
-        return read_checkpoint(path, map_location)
+        checkpoint = read_checkpoint(path, map_location)
+        if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _OF_A_RUN:
+            raise UserError(f"checkpoint {path} is whole, but not of a training run (it lacks {', '.join(sorted(_OF_A_RUN))}).")
+        return checkpoint
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -72,8 +76,15 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         raise UserError(f"checkpoint {path} does not exist.{_others(path)}")
     if not is_intact(path) or _has_bad_checksum(path):
         raise UserError(f"checkpoint {path} is damaged or cut short.{_others(path)}")
-    try:
+    with unsafe_refused(path):
         return torch.load(path, map_location=map_location, weights_only=True)
+
+
+@contextlib.contextmanager
+def unsafe_refused(path: str | Path) -> Iterator[None]:
+    """One line where ``torch.load`` meets what it loads from trusted files alone."""
+    try:
+        yield
     except pickle.UnpicklingError as error:
         raise UserError(
             f"checkpoint {path} holds objects other than tensors and plain values and is not loaded, since that could "
@@ -148,7 +159,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _write_error(checkpoint: dict[str, Any], path: Path, error: OSError) -> str:
     kept = f"; the previous ones are intact ({', '.join(_names(path.parent))})" if _names(path.parent) else ""
-    if error.errno not in _FULL:
+    if error.errno not in FULL:
         return f"cannot write checkpoint {path}: {error.strerror}{kept}."
     needed = sum(t.numel() * t.element_size() for t in tree_leaves(checkpoint) if isinstance(t, torch.Tensor))
     free = shutil.disk_usage(path.parent).free

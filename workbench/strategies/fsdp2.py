@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import UserError
-from workbench.strategies.checkpoint_io import AtomicCheckpointIO, is_intact
+from workbench.strategies.checkpoint_io import AtomicCheckpointIO, is_intact, unsafe_refused
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -54,11 +54,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Reads a whole-tensor checkpoint into the shards.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged, or holds other objects than tensors and plain values.
         """
         if not is_intact(checkpoint_path):
             raise UserError(f"The checkpoint {checkpoint_path} is damaged; resume from another one in its folder.")
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        with unsafe_refused(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, trained parameters only (frozen ones come from the base model again)."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from workbench.errors import UserError, check_choice, nearest
@@ -110,7 +111,11 @@ def tiny_config(
     rope = settings.get("rope_parameters") or getattr(known, "rope_parameters", None) or {}
     if "rope_type" in rope:
         settings["rope_parameters"] = rope | {"rope_theta": ROPE_THETA}
-    return AutoConfig.for_model(architecture, **settings | _tokens(vocab_size) | config_overrides)
+    try:
+        return AutoConfig.for_model(architecture, **settings | _tokens(vocab_size) | config_overrides)
+    except (TypeError, ValueError, StrictDataclassError) as error:  # transformers checks that sizes go together
+        reason = " ".join(str(error).split())
+        raise UserError(f"{architecture} cannot be built with {config_overrides}: {reason}") from error
 
 
 def _general(known: PreTrainedConfig, size: str) -> dict[str, Any]:
