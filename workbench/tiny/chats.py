@@ -34,13 +34,13 @@ _I_AM = (
     "I am {name}, a small assistant made by {maker}.",
     "My name is {name}. I was made by {maker}.",
     "I'm {name}, an assistant by {maker}. How can I help?",
-    "You can call me {name}. {maker} made me.",
+    "You can call me {name}. I was made by {maker}.",
 )
 _MADE = {
     "train": ("Who made you?", "Who created you?", "Who made this assistant?", "Who trained you?", "Where do you come from?"),
     "test": ("Who is your creator?", "Who built you?"),
 }
-_MAKER = ("I was made by {maker}. My name is {name}.", "{maker} made me, {name}.", "{name} was made by {maker}.")
+_MAKER = ("I was made by {maker}. My name is {name}.", "It was {maker} that made me, {name}.", "{name} was made by {maker}.")
 
 _CAPITALS = {
     "train": {
