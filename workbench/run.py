@@ -473,7 +473,7 @@ def _value(value: Any) -> str:
 def report(run: Run) -> str:
     """The last lines of a run: what came out, where it is, how to go on."""
     folder = _short(run.dir)
-    losses = " ".join(f"{k} {v:.4f}" for k, v in run.metrics.items() if k in ("train/loss", "val/loss"))
+    losses = "  ".join(f"{k} {v:.4f}" for k, v in run.metrics.items() if k.endswith("/loss"))
     state = "interrupted" if run.interrupted else "finished"
     lines = [f"{state}    {run.metrics['steps']} steps in {run.metrics['seconds']:.0f} s  {losses}".rstrip()]
     before_after = exact_match(run.trainer)
