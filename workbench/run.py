@@ -227,7 +227,8 @@ def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, o
     run = Run(folder, cfg, final_metrics(parts.trainer), is_interrupted(parts.trainer), parts.method, parts.trainer)
     run.metrics |= {"steps": parts.trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
     if not run.interrupted and cfg.save_model:
-        _save_model(run)
+        with _save_can_be_repeated(run):
+            _save_model(run)
     if first:
         result = {"interrupted": run.interrupted, "metrics": run.metrics}
         rundir.write(folder / RESULT_FILE, json.dumps(result, indent=1))
@@ -392,6 +393,17 @@ def final_metrics(trainer: Any) -> dict[str, float]:
 def is_interrupted(trainer: Any) -> bool:
     """Whether a signal stopped the run."""
     return any(getattr(callback, "interrupted", False) for callback in trainer.callbacks)
+
+
+@contextlib.contextmanager
+def _save_can_be_repeated(run: Run) -> Iterator[None]:
+    """Says how to go on where a signal ends the last save."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and rundir.is_first():
+            print(f"Interrupted while the model was saved. To save it: workbench train resume={_short(run.dir)}", flush=True)
+        raise
 
 
 def _save_model(run: Run) -> None:

@@ -3,9 +3,14 @@
 This module and `help` import nothing heavy, so that ``workbench --help`` answers at once.
 """
 
+import contextlib
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 
 COMMANDS = {
     "train": "train a model (add -m to sweep over comma-separated values)",
@@ -16,6 +21,11 @@ COMMANDS = {
 }
 USAGE = 2  # exit code of a mistake in what was asked for
 INTERRUPTED = 130  # exit code of a run stopped by Ctrl-C or SIGTERM
+TERMINATED = 143  # exit code after SIGTERM outside of training, where there is nothing to save
+
+
+class Terminated(BaseException):
+    """Raised by SIGTERM before and after training, so that temporary files and started processes do not outlive this one."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     from workbench.errors import UserError
 
     try:
-        return _dispatch(argv)
+        with _sigterm_raises():
+            return _dispatch(argv)
+    except Terminated:
+        _tell("workbench: terminated")
+        return TERMINATED
     except UserError as error:
         _tell(f"workbench: {error}")
         return USAGE
@@ -45,6 +59,28 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"workbench: {error}", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """`Terminated` on SIGTERM where nobody else handles it; training replaces this by a graceful stop."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process as it is
+        if os.getpid() != owner:  # a worker forked from this process ends as it always did
+            os.kill(os.getpid(), number)
+        else:
+            raise Terminated
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _tell(message: str) -> None:
