@@ -168,7 +168,7 @@ def test_a_copy_elsewhere_uses_the_same_conversion(written, tmp_path, monkeypatc
 def test_other_versions_convert_anew(written, monkeypatch):
     path, _ = written
     first = conversion.convert(path)
-    monkeypatch.setattr(transformers, "__version__", "99.0")
+    monkeypatch.setattr(conversion.transformers, "__version__", "99.0")
     assert conversion.converted(path) is None
     assert conversion.convert(path) != first
 
