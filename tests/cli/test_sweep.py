@@ -20,7 +20,7 @@ folder, *overrides = sys.argv[1:]
 values = dict(o.split("=") for o in overrides)
 print("job", values, flush=True)
 if values["optim.lr"] == "0":
-    sys.exit("workbench: it went wrong")
+    sys.exit("workbench: it went wrong\\nanother process: connection closed")
 metrics = {"val/loss": abs(float(values["optim.lr"]) - 0.3), "devices": float(os.environ.get("CUDA_VISIBLE_DEVICES", -1))}
 pathlib.Path(folder, "result.json").write_text(json.dumps({"metrics": metrics}))
 """

@@ -37,8 +37,8 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(torch, "load", refuse)
     monkeypatch.setattr(safetensors, "safe_open", refuse)
     monkeypatch.setattr(safetensors.torch, "load_file", refuse)
-    monkeypatch.setattr("workbench.models.load.load_model", refuse)
-    monkeypatch.setattr("workbench.models.tokenizer.load_tokenizer", refuse)
+    for name in ("load_model", "load_tokenizer"):  # where they are used: a module imported meanwhile would keep a patch
+        monkeypatch.setattr(f"workbench.methods.base.{name}", refuse)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -139,7 +139,8 @@ def _record(run_dir: pathlib.Path, number: int, overrides: list[str], code: int,
     result_file = run_dir / RESULT_FILE
     metrics = json.loads(result_file.read_text()).get("metrics", {}) if result_file.is_file() else {}
     lines = [line for line in (run_dir / "log.txt").read_text(errors="replace").splitlines() if line.strip()]
-    error = "" if code == 0 else (lines[-1] if lines else "no output")
+    told = [line for line in lines if line.startswith("workbench: ")] or lines or ["no output"]
+    error = "" if code == 0 else told[-1]
     record = {"job": number, "overrides": overrides, "exit_code": code, "error": error, "seconds": seconds, "metrics": metrics}
     (run_dir / "job.json").write_text(json.dumps(record, indent=1))
     return record
