@@ -307,3 +307,12 @@ def test_is_conversational_tells_what_normalising_gives():
     ):
         normal = normalise_row(row)
         assert is_conversational(row) == is_conversational(normal) == any(isinstance(v, list) for v in normal.values()), row
+
+
+def test_a_label_that_nothing_would_read_is_no_prompt_completion():
+    columns = ["prompt", "completion", "label"]
+    with pytest.raises(UserError, match="rows with a false label are bad answers") as caught:
+        detect_type(columns, ["language_modeling", "prompt_completion"])
+    assert "convert: prompt_completion" in str(caught.value)
+    assert detect_type(columns) == "unpaired_preference"
+    assert detect_type(columns, ["unpaired_preference"]) == "unpaired_preference"

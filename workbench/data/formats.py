@@ -84,15 +84,23 @@ def detect_type(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[st
         allowed: look among these types only.
 
     Raises:
-        UserError: no type fits; the message lists the columns and the nearest type.
+        UserError: no type fits (the message lists the columns and the nearest type), or the rows say which of them are good
+            and none of the allowed types would listen.
     """
     if isinstance(columns, Mapping):
         columns = [name for name, value in columns.items() if value is not None]
     columns = list(columns)
     names = {ALIASES.get(name, name) for name in columns}
     for data_type, signatures in _SIGNATURES:
-        if (allowed is None or data_type in allowed) and any(s <= names for s in signatures):
+        if not any(s <= names for s in signatures):
+            continue
+        if allowed is None or data_type in allowed:
             return data_type
+        if data_type == "unpaired_preference":
+            raise UserError(
+                f"The columns {', '.join(columns)} make {data_type}: rows with a false label are bad answers. To train on the "
+                "good ones set convert: prompt_completion in the source; on all of them, data.data_type=prompt_completion."
+            )
     raise UserError(_no_type_message(columns, names, allowed))
 
 
