@@ -137,7 +137,8 @@ def test_each_answer_is_cut_on_its_own_whatever_its_partner():
     """huggingface/trl #3382: keep_end and a long partner left a short answer without a token."""
     row = {"prompt": "0123", "chosen": "ab", "rejected": "abcdefghijkl"}
     made, report = prepared([row], t2(), max_length=8, truncation="keep_end")
-    assert trained(made[0], t2()) == f"ab{END}" + f"fghijkl{END}"[1:]  # the other one's first token has no context
+    assert parts(made[0], t2()) == [f"0123ab{END}", f"fghijkl{END}"]
+    assert trained(made[0], t2()) == f"ab{END}ghijkl{END}"  # the other one's first token has no context
     assert report.dropped == {}
     made, report = prepared([{**CUT, "label": True}, {**SHORT, "label": True}], t2(), max_length=10)
     assert (len(made), report.dropped) == (1, {"cut_away": 1})
@@ -379,6 +380,16 @@ def test_tool_schemas_render_as_the_objects_they_are(tmp_path, form, streaming):
     made, _ = prepare(load_source(source, streaming=streaming), tokenizer, PrepareSpec(), cache_dir=False)
     expected = [tokenizer.apply_chat_template(TALK, tools=tools, tokenize=False) for tools in [*(t for _, t in cases), None]]
     assert [tokenizer.decode(row["input_ids"]) for row in made] == expected
+
+
+def test_schemas_that_arrow_has_unified_hold_nothing_of_each_other():
+    """huggingface/trl #5118, for a data set that was made before: the order of keys is lost then, and nothing else."""
+    tokenizer = with_template(t2(), TOOLS)
+    data = Dataset.from_list([{"messages": TALK, "tools": tools} for tools in ([ONE], [TWO], None)])
+    made = texts(data, tokenizer)
+    shown = [json.loads(text.removeprefix("<|im_start|>system\n").split(END)[0]) for text in made[:2]]
+    assert shown == [[ONE], [TWO]]
+    assert made[2] == tokenizer.apply_chat_template(TALK, tokenize=False)
 
 
 def test_bad_json_of_tools_is_named_with_its_row(tmp_path):
