@@ -14,6 +14,7 @@ CONF = config.config_dir()
 # The file that carries a class's own defaults; other options of its group exist to differ.
 DEFAULTS_OF = {
     "workbench.methods.sft.SFT": "method/sft.yaml",
+    "workbench.methods.dpo.DPO": "method/dpo.yaml",
     "workbench.data.module.DataModule": "data/file.yaml",
     "workbench.models.load.ModelSpec": "model/hf.yaml",
     "workbench.models.peft.PeftSpec": "peft/lora.yaml",

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.callbacks.steps import closes_step
 from workbench.errors import UserError
+from workbench.strategies.shards import local, shard_like, whole
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class WeightAverage(Callback):
 
     def _swap_in(self) -> None:
         if self.average and self._current is None:
-            self._current = {name: _local(p).detach().clone() for name, p in self._parameters.items()}
+            self._current = {name: local(p).detach().clone() for name, p in self._parameters.items()}
             self._write(self.average)
 
     def _swap_out(self) -> None:
@@ -158,7 +158,7 @@ class WeightAverage(Callback):
 
     def _read(self) -> Weights:
         """The trained parameters, on this rank its shards, in fp32 on the average's device; not copied where it need not be."""
-        return {n: _local(p).detach().to(self.device or p.device, torch.float32) for n, p in self._parameters.items()}
+        return {n: local(p).detach().to(self.device or p.device, torch.float32) for n, p in self._parameters.items()}
 
     def _copy(self) -> Weights:
         return {name: weight.clone() for name, weight in self._read().items()}
@@ -166,7 +166,7 @@ class WeightAverage(Callback):
     @torch.no_grad()
     def _write(self, weights: Weights) -> None:
         for name, parameter in self._parameters.items():
-            _local(parameter).copy_(weights[name])
+            local(parameter).copy_(weights[name])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class WeightAverage(Callback):
         self._loaded = dict(state_dict)
 
     def _gather(self, weights: Weights) -> Weights:
-        return {name: _whole(weight, self._parameters[name]) for name, weight in weights.items()}
+        return {name: whole(weight, self._parameters[name]) for name, weight in weights.items()}
 
     def _take_over(self) -> None:
         loaded, self._loaded = self._loaded, {}
@@ -190,7 +190,7 @@ class WeightAverage(Callback):
                 f"{', '.join(sorted(missing)[:3])}{' ...' if len(missing) > 3 else ''}."
             )
         for attribute in self.kept:
-            shards = {n: _shard(loaded[attribute][n], p) for n, p in self._parameters.items()}
+            shards = {n: shard_like(loaded[attribute][n], p) for n, p in self._parameters.items()}
             setattr(self, attribute, {n: w.to(self.device or self._parameters[n].device) for n, w in shards.items()})
 
 
@@ -296,31 +296,3 @@ class BEMA(WeightAverage):
         for name, weight in weights.items():
             ema = self.ema[name].lerp_(weight, beta)
             self.average[name] = torch.add(ema, weight - self.initial[name], alpha=alpha)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter; writing to it writes to the parameter."""
-    return parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
-
-
-def _whole(weight: Tensor, parameter: Tensor) -> Tensor:
-    """The whole tensor, on the CPU, that ``weight`` is this rank's part of."""
-    if not isinstance(parameter, DTensor):
-        return weight.cpu()
-    shard = DTensor.from_local(
-        weight.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    whole = shard.full_tensor()
-    return whole.cpu() if torch.distributed.get_rank() == 0 else torch.empty(0)
-
-
-def _shard(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements).to_local()

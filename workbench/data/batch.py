@@ -24,8 +24,10 @@ class Role(IntEnum):
     STEP = 7
 
 
-# Columns of a prepared row that hold its segments; every other numeric column becomes one of `MicroBatch.extras`.
+# Columns of a prepared row that hold its segments; every other column of numbers becomes one of `MicroBatch.extras`.
 SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
+# Roles whose trained tokens a loss may be divided by, and the `Normalisers` that count them.
+NORMALISED_ROLES = {Role.CHOSEN: "chosen", Role.GOLD: "gold"}
 
 
 class MicroBatch:
@@ -44,7 +46,8 @@ class MicroBatch:
         parent: the segment that each one continues, or -1, ``[S]``; always an earlier one.
         row: the plan row (index in the data set) of each segment ``[S]``; -1 in an empty micro-batch.
         role: `Role` of each segment ``[S]``.
-        extras: per-row tensors ``[R]``, in the order of the rows (label, margin, advantages ...).
+        extras: per-row tensors ``[R]``, in the order of the rows (label, margin, advantages ...), numbers in fp64; columns of
+            lists lie end to end (the labels of steps: one per `Role.STEP` segment).
         norm: normalisers of the optimizer step that this belongs to.
         step: index of that step within the epoch.
         k: which of the step's ``norm.num_micro`` micro-batches on this rank.
@@ -101,13 +104,30 @@ class MicroBatch:
         return self.weights.nonzero().squeeze(-1)
 
     @property
+    def outputs(self) -> Tensor:
+        """Indices into ``tokens`` of those that `Policy` gives outputs for: `trained`, or one token of weight 0 where none is, so
+        that the head runs in any case."""
+        trained = self.trained
+        return trained if len(trained) else trained.new_ones(1)
+
+    def segments_of(self, role: Role) -> Tensor:
+        """The segments of one role, in the order of the rows."""
+        return (self.role == int(role)).nonzero().squeeze(-1)
+
+    def ends(self) -> Tensor:
+        """Index of the last token of every sequence: of each segment that none continues, in order."""
+        leaf = torch.ones_like(self.parent, dtype=torch.bool)
+        leaf[self.parent[self.parent >= 0]] = False
+        return self.starts[1:][leaf] - 1
+
+    @property
     def segment(self) -> Tensor:
         """The segment of each token ``[N]``."""
         return torch.repeat_interleave(torch.arange(len(self.row), device=self.tokens.device), self.starts.diff())
 
     def predictors(self) -> Tensor:
-        """For each trained token the index of the token whose hidden state predicts it ``[T]``."""
-        index = self.trained
+        """For each of `outputs` the index of the token whose hidden state predicts it ``[T]``."""
+        index = self.outputs
         segment = self.segment[index]
         parent = self.parent[segment]
         parent_last = self.starts[parent.clamp(min=0) + 1] - 1
@@ -116,7 +136,9 @@ class MicroBatch:
     def to(self, device: Any, **kwargs: Any) -> "MicroBatch":
         """The same micro-batch on ``device``."""
         moved = {k: v.to(device, **kwargs) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        moved["extras"] = {k: v.to(device, **kwargs) for k, v in self.extras.items()}
+        single = torch.device(device).type == "mps"  # which has no fp64
+        extras = {k: v.float() if single and v.dtype == torch.float64 else v for k, v in self.extras.items()}
+        moved["extras"] = {k: v.to(device, **kwargs) for k, v in extras.items()}
         return MicroBatch(**moved)
 
     @classmethod
@@ -142,7 +164,7 @@ class MicroBatch:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         weights = np.concatenate([np.asarray(r["weights"], dtype=np.float32) for r in rows])
         weights[starts[:-1][parent < 0]] = 0.0
-        extras = [key for key in rows[0] if key not in SEGMENT_COLUMNS and _is_number(rows[0][key])]
+        extras = [key for key, value in rows[0].items() if key not in SEGMENT_COLUMNS and _is_numeric(value)]
         return cls(
             tokens=torch.from_numpy(np.concatenate([np.asarray(r["input_ids"], dtype=np.int64) for r in rows])),
             weights=torch.from_numpy(weights),
@@ -153,7 +175,7 @@ class MicroBatch:
             norm=norm,
             step=step,
             k=k,
-            extras={key: torch.tensor([r[key] for r in rows]) for key in extras},
+            extras={key: _extra([r[key] for r in rows]) for key in extras},
         )
 
     @classmethod
@@ -172,5 +194,12 @@ class MicroBatch:
         )
 
 
-def _is_number(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
+    value = value[0] if isinstance(value, list) and value else value
     return isinstance(value, (bool, int, float, np.number))
+
+
+def _extra(values: list[Any]) -> Tensor:
+    """One column of extras; fp64, since a reference's log-probabilities are large and their differences small."""
+    flat = np.concatenate([np.asarray(v) for v in values]) if isinstance(values[0], list) else np.asarray(values)
+    return torch.from_numpy(flat.astype(np.float64) if flat.dtype.kind == "f" else flat)

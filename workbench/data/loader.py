@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from workbench.data.batch import MicroBatch
+from workbench.data.batch import NORMALISED_ROLES, MicroBatch
 from workbench.data.plan import Planner, RowSizes, to_ranks
 from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
@@ -195,6 +195,7 @@ class EvalDataset(Dataset):
             sequences=float(len(sizes)),
             unmasked=float((sizes.weight > 0).sum()),
             micro_batches=float(len(bins)),
+            **{role: float(weight.sum()) for role, weight in sizes.by_role.items()},
         )
 
     def __getitem__(self, item: int) -> MicroBatch:
@@ -220,20 +221,37 @@ class InOrder(DistributedSampler):
 
 def row_sizes(rows: Any) -> RowSizes:
     """Tokens and trained weight of every row of a prepared Arrow data set, without making Python objects of them."""
-    tokens: list[np.ndarray] = []
-    weight: list[np.ndarray] = []
-    for table in rows.select_columns(["weights"]).with_format("arrow").iter(batch_size=20_000):
-        column = table.column("weights").combine_chunks()
-        lengths = np.diff(column.offsets.to_numpy())
-        sums = np.concatenate([[0.0], np.cumsum(column.flatten().to_numpy(zero_copy_only=False), dtype=np.float64)])
-        ends = np.cumsum(lengths)
-        tokens.append(lengths)
-        weight.append(sums[ends] - sums[ends - lengths])
-    return RowSizes(np.concatenate(tokens).astype(np.int64), np.concatenate(weight))
+    tables = rows.select_columns(["weights", "lengths", "roles"]).with_format("arrow").iter(batch_size=20_000)
+    return _joined([_sizes(*(_flat(table.column(name)) for name in ("weights", "lengths", "roles"))) for table in tables])
 
 
 def sizes_of(rows: Sequence[dict[str, Any]]) -> RowSizes:
     """`RowSizes` of rows in memory."""
-    return RowSizes(
-        np.array([len(r["weights"]) for r in rows], dtype=np.int64), np.array([float(np.sum(r["weights"])) for r in rows])
-    )
+    columns = [[np.asarray(row[name]) for row in rows] for name in ("weights", "lengths", "roles")]
+    return _sizes(*((np.concatenate(lists), np.array([len(values) for values in lists])) for lists in columns))
+
+
+_Lists = tuple[np.ndarray, np.ndarray]  # all values of a column of lists, and how many each row has
+
+
+def _flat(column: Any) -> _Lists:
+    lists = column.combine_chunks()
+    return lists.flatten().to_numpy(zero_copy_only=False), np.diff(lists.offsets.to_numpy())
+
+
+def _sizes(weights: _Lists, lengths: _Lists, roles: _Lists) -> RowSizes:
+    values, tokens = weights[0].astype(np.float64), weights[1].astype(np.int64)
+    row = np.repeat(np.arange(len(tokens)), tokens)
+    role = np.repeat(roles[0], lengths[0])
+    present = set(np.unique(roles[0]).tolist())
+    by_role = {
+        name: np.bincount(row, np.where(role == kind, values, 0.0), len(tokens))
+        for kind, name in NORMALISED_ROLES.items()
+        if int(kind) in present
+    }
+    return RowSizes(tokens, np.bincount(row, values, len(tokens)), by_role)
+
+
+def _joined(parts: list[RowSizes]) -> RowSizes:
+    by_role = {name: np.concatenate([part.by_role[name] for part in parts]) for name in parts[0].by_role}
+    return RowSizes(np.concatenate([p.tokens for p in parts]), np.concatenate([p.weight for p in parts]), by_role)

@@ -1,7 +1,9 @@
 """`DataModule`: from sources to micro-batches."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -164,6 +166,23 @@ class DataModule(L.LightningDataModule):
             return []
         rows = self._eval_rows[name or self.eval_names[0]]
         return [prompt_and_reference(rows[i]) for i in range(min(len(rows), len(rows) if limit is None else limit))]
+
+    @property
+    def reference_dir(self) -> Path | None:
+        """Where log-probabilities of a reference are kept: beside the prepared rows; None: the default cache."""
+        return Path(self.cache_dir) / "reference" if self.cache_dir else None
+
+    def map_prepared(self, function: Callable[[Dataset, str], Dataset]) -> None:
+        """Replaces every prepared set by ``function(rows, name)``, which may add columns but keeps rows and their order.
+
+        Raises:
+            UserError: the training rows are a stream.
+        """
+        if self.streaming:
+            raise UserError("method.precompute_ref_logps needs all rows before training: set data.streaming=false.")
+        if self._train is not None:
+            self._train = function(self._train, "train")
+        self._evals = {name: function(rows, name) for name, rows in self._evals.items()}
 
     # -- the trainer ------------------------------------------------------------------------------------------------
 

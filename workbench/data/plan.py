@@ -5,7 +5,7 @@ ranks and the size of a micro-batch only decide where a row is computed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -93,10 +93,12 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Per row: ``tokens`` in all, ``weight`` summed over trained tokens, each ``[num_rows]``."""
+    """Per row: ``tokens`` in all, ``weight`` summed over trained tokens, each ``[num_rows]``; ``weight`` again of single roles
+    (``chosen``, ``gold``), where rows have them."""
 
     tokens: np.ndarray
     weight: np.ndarray
+    by_role: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -190,24 +192,25 @@ class Planner:
         return deal(lengths, num_bins, max_rows=max_rows, max_tokens=self.micro_batch_tokens)
 
     def _step(self, epoch: int, step: int) -> StepPlan:
-        return self.plan_rows(self.rows(epoch, step), self.sizes.tokens, self.sizes.weight)
+        return self.plan_rows(self.rows(epoch, step), self.sizes)
 
-    def plan_rows(self, rows: list[int], tokens: np.ndarray, weight: np.ndarray) -> StepPlan:
-        """Deals ``rows`` (indices into ``tokens`` and ``weight``) of one step."""
-        lengths = tokens[rows].tolist()
+    def plan_rows(self, rows: list[int], sizes: RowSizes) -> StepPlan:
+        """Deals ``rows`` (indices into ``sizes``) of one step."""
+        lengths = sizes.tokens[rows].tolist()
         num_bins = self.num_micro * self.world_size
         bins = self._bins(lengths, num_bins)
         if len(bins) > num_bins:
             # Only a step beyond the planned ones can need more; then the token bound gives way, K does not.
             bins = deal(lengths, num_bins)
         norm = Normalisers(
-            tokens=float(weight[rows].sum()),
+            tokens=float(sizes.weight[rows].sum()),
             sequences=float(len(rows)),
-            unmasked=float((weight[rows] > 0).sum()),
+            unmasked=float((sizes.weight[rows] > 0).sum()),
             micro_batches=float(sum(bool(b) for b in bins)),
             num_micro=self.num_micro,
             world_size=self.world_size,
             scale=self.scale,
+            **{role: float(weight[rows].sum()) for role, weight in sizes.by_role.items()},
         )
         micro = to_ranks([[rows[i] for i in b] for b in bins], self.world_size, balanced=self.balance == "tokens")
         return StepPlan(rows=rows, micro=micro, norm=norm)

@@ -27,6 +27,8 @@ class Normalisers:
         world_size: data-parallel ranks.
         scale: what the backward pass will divide by (K x ranks; DeepSpeed divides by K once more).
         constant: a constant length (Dr. GRPO), if the method sets one.
+        chosen: `tokens` of the chosen completions alone; None where the rows are no pairs.
+        gold: `tokens` of the gold completions of triples.
     """
 
     tokens: float
@@ -37,6 +39,8 @@ class Normalisers:
     world_size: int = 1
     scale: float = 1.0
     constant: float | None = None
+    chosen: float | None = None
+    gold: float | None = None
 
 
 def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -49,7 +53,7 @@ def reduce(
     weights: Tensor,
     norm: Normalisers,
     *,
-    per: Literal["tokens", "sequences", "unmasked", "constant"],
+    per: Literal["tokens", "chosen", "gold", "sequences", "unmasked", "constant"],
     scope: Scope = "step",
 ) -> Tensor:
     """Weighted sum of ``values`` divided by the step's normaliser, scaled for the backward pass.
@@ -73,6 +77,6 @@ def reduce(
     if denominator is None:
         raise ValueError(f"this step has no normaliser {per!r}")
     if scope == "micro_batch":
-        local = weights.sum() if per == "tokens" else weights.ne(0).sum()
+        local = weights.sum() if per in ("tokens", "chosen", "gold") else weights.ne(0).sum()
         return total / local.clamp(min=torch.finfo(torch.float32).tiny) * (norm.scale / max(norm.micro_batches, 1))
     return total * (norm.scale / denominator) if denominator else total * 0.0

@@ -1,5 +1,6 @@
 """`Method`: what every training method shares, so that each one is little more than its loss."""
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,21 +16,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workbench.data.batch import MicroBatch
 from workbench.data.chat import ChatRenderer
 from workbench.errors import UserError, check_at_least
-from workbench.losses.reduce import Scope
+from workbench.losses.reduce import Scope, reduce
 from workbench.methods import checkpoint as ckpt
-from workbench.methods.evaluation import ComputeMetrics, Evaluation
+from workbench.methods.evaluation import ComputeMetrics, Evaluation, Term
 from workbench.methods.generate import Prompt, generate_texts
 from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_optimizer, build_scheduler
 from workbench.methods.resume import KEY, rewrite_position
+from workbench.models.heads import is_classifier
 from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
-from workbench.models.policy import Policy, disable_dropout, set_gradient_checkpointing, shard
+from workbench.models.policy import Policy, PolicyOutput, disable_dropout, set_gradient_checkpointing, shard
 from workbench.models.probe import check_head, check_layout
 from workbench.models.save import save_pretrained
 from workbench.models.tokenizer import fit_vocabulary, load_tokenizer
 from workbench.strategies.info import data_parallel_group, data_parallel_mesh, is_deepspeed
+
+log = logging.getLogger(__name__)
 
 
 class Method(L.LightningModule):
@@ -48,6 +52,7 @@ class Method(L.LightningModule):
         layout: ``padded`` rows, or ``packed`` into one row without padding.
         pad_to_multiple_of: round row lengths up to a multiple.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
     """
 
@@ -66,6 +71,7 @@ class Method(L.LightningModule):
         layout: Layout = "padded",
         pad_to_multiple_of: int | None = None,
         scope: Scope = "step",
+        router_aux_loss_coef: float | None = None,
         compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         super().__init__()
@@ -79,6 +85,7 @@ class Method(L.LightningModule):
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
         self.scope: Scope = scope
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.compute_metrics = compute_metrics
         self.policy: Policy | None = None
         self.step_metrics: dict[str, float] = {}
@@ -109,17 +116,26 @@ class Method(L.LightningModule):
         if self.policy is not None:
             return
         self.policy = self.build_policy()
+        self.build_beside()
         mesh = data_parallel_mesh(self.trainer.strategy) if self._trainer is not None else None
         if mesh is not None:
             shard(self.policy, mesh, **getattr(self.trainer.strategy, "fsdp_kwargs", {}))
 
+    def build_beside(self) -> None:
+        """Builds what stands beside the policy (a reference), while that is as it was handed in, on the CPU and whole."""
+
+    def load_network(self) -> PreTrainedModel:
+        """The transformers model before any adapter."""
+        return load_model(self.model_spec)
+
     def build_policy(self) -> Policy:
         """The policy in training mode, on the CPU, not sharded."""
-        model = load_model(self.model_spec)
+        model = self.load_network()
         if isinstance(self.model_spec, ModelSpec):
             fit_vocabulary(model, self.tokenizer, self.model_spec)
         base = unwrap(model)
-        check_head(base)
+        if not is_classifier(base):
+            check_head(base)
         check_layout(base, self.layout)
         hf = apply_peft(model, self.peft_spec)
         if self.disable_dropout:
@@ -145,11 +161,49 @@ class Method(L.LightningModule):
     def record(self, name: str, values: Tensor, weights: Tensor) -> None:
         """Adds a per-token or per-row metric of this micro-batch: the mean of ``values`` under ``weights``, over the step, or
         over micro-batches' means with ``scope="micro_batch"``."""
-        total = torch.where(weights == 0, 0.0, values.detach().float() * weights).sum()
+        total = torch.where(weights == 0, 0.0, values.detach().double() * weights).sum()
         count = weights.sum()
         if self.scope == "micro_batch":
             total, count = total / count.clamp(min=1e-30), (count > 0).float()
         self._meter.add(name, total, count)
+
+    def step_loss(self, terms: Sequence[Term], batch: MicroBatch, out: PolicyOutput) -> Tensor:
+        """The micro-batch's share of the step's loss: its terms, each divided once, and the experts' balance; recorded."""
+        loss = sum(
+            term.coefficient * reduce(term.values, term.weights, batch.norm, per=term.per, scope=self.scope) for term in terms
+        )
+        loss = self.with_aux_loss(loss, out, batch)
+        self.record_step(loss, batch)
+        return loss
+
+    def with_aux_loss(self, loss: Tensor, out: PolicyOutput, batch: MicroBatch) -> Tensor:
+        """Adds ``router_aux_loss_coef`` times the load-balancing loss, where a method has asked for it."""
+        if out.aux_loss is None:
+            return loss
+        # Balance is a property of a micro-batch's routing: the mean over micro-batches is the only step-wide value.
+        share = 0.0 if batch.is_empty else batch.norm.scale / batch.norm.micro_batches
+        self._meter.add("aux_loss", out.aux_loss * (not batch.is_empty), float(not batch.is_empty))
+        return loss + self.router_aux_loss_coef * out.aux_loss * share
+
+    def on_fit_start(self) -> None:
+        """Names what makes this run depend on how it is cut into micro-batches."""
+        for reason in self.couplings():
+            log.warning("%s, so this run's numbers depend on data.micro_batch_size and on the number of devices.", reason)
+
+    def couplings(self) -> list[str]:
+        """What couples the rows of a micro-batch."""
+        if self.router_aux_loss_coef is None:
+            return []
+        return ["method.router_aux_loss_coef: the balance of experts is a mean over micro-batches"]
+
+    def record_extreme(self, name: str, values: Tensor, kind: Literal["min", "max"]) -> None:
+        """Adds to the smallest or largest value of the step; with ``scope="micro_batch"`` to the mean of micro-batches' own."""
+        if self.scope == "step":
+            self._meter.extreme(name, values, kind)
+        elif len(values):
+            self._meter.add(name, values.amin() if kind == "min" else values.amax(), 1.0)
+        else:
+            self._meter.add(name, 0.0, 0.0)
 
     def record_step(self, loss: Tensor, batch: MicroBatch) -> None:
         """Adds a micro-batch's share of the step's loss, and its tokens."""
@@ -272,5 +326,3 @@ class Method(L.LightningModule):
             save_pretrained(self.policy.hf, self.tokenizer, directory, state_dict=state_dict, **options)
         if self._trainer is not None:
             self.trainer.strategy.barrier("save_pretrained")
-
-

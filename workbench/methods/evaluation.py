@@ -1,7 +1,8 @@
 """Evaluation over a whole set: sums and counts, and predictions for metrics of the user's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,23 @@ from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
 from workbench.methods.metrics import Meter
 from workbench.strategies.info import data_parallel_group, gather
+
+
+@dataclass
+class Term:
+    """One term of a loss, unreduced.
+
+    Args:
+        values: losses, per row or per token ``[...]``.
+        weights: of the values, the same shape; 0 leaves one out.
+        per: the normaliser that divides their sum (see `workbench.losses.reduce.reduce`).
+        coefficient: of the term in the loss.
+    """
+
+    values: Tensor
+    weights: Tensor
+    per: Literal["tokens", "chosen", "gold", "sequences"]
+    coefficient: float = 1.0
 
 
 @dataclass
@@ -31,6 +49,8 @@ class EvalPredictions:
     logps: list[np.ndarray]
 
 
+_TERM = "loss term "
+
 ComputeMetrics = Callable[[EvalPredictions], dict[str, float]]
 
 
@@ -44,11 +64,18 @@ class Evaluation:
     def __init__(self, compute_metrics: ComputeMetrics | None = None) -> None:
         self.meter = Meter()
         self.compute_metrics = compute_metrics
+        self._coefficients: list[float] = []
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def add(self, name: str, values: Tensor, weights: Tensor) -> None:
         """Adds to the mean of ``values`` under ``weights``."""
-        self.meter.add(name, torch.where(weights == 0, 0.0, values.float() * weights).sum(), weights.sum())
+        self.meter.add(name, torch.where(weights == 0, 0.0, values.double() * weights).sum(), weights.sum())
+
+    def add_terms(self, terms: Sequence[Term]) -> None:
+        """Adds to the loss, which is the sum of its terms' means over the set; the same terms for every micro-batch."""
+        self._coefficients = [term.coefficient for term in terms]
+        for i, term in enumerate(terms):
+            self.add(f"{_TERM}{i}", term.values.detach(), term.weights)
 
     def add_predictions(self, batch: MicroBatch, top1: Tensor, logps: Tensor) -> None:
         """Keeps the predictions at trained positions, if a metric wants them."""
@@ -63,6 +90,9 @@ class Evaluation:
     def compute(self, device: torch.device, strategy: Strategy) -> dict[str, float]:
         """All metrics over all ranks, the same on each."""
         metrics = self.meter.compute(device, data_parallel_group(strategy))
+        means = [metrics.pop(f"{_TERM}{i}", 0.0) for i in range(len(self._coefficients))]
+        if means:
+            metrics = {"loss": sum(c * mean for c, mean in zip(self._coefficients, means, strict=True)), **metrics}
         if self.compute_metrics is None:
             return metrics
         rows: dict[int, tuple[np.ndarray, ...]] = {}

@@ -6,7 +6,6 @@ times the token's own probability, held constant. The sums run over all micro-ba
 how it was cut.
 """
 
-import logging
 from typing import Any, Literal
 
 from torch import Tensor
@@ -20,8 +19,6 @@ from workbench.methods.evaluation import Evaluation
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
 
-log = logging.getLogger(__name__)
-
 
 class SFT(Method):
     """Supervised fine-tuning on texts, conversations or prompt-completion rows.
@@ -29,7 +26,6 @@ class SFT(Method):
     Args:
         model: hub name, path, `ModelSpec`, or a model that is already built.
         loss: ``nll``, or ``dft`` (dynamic fine-tuning).
-        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
         options: as in `Method`.
     """
 
@@ -40,32 +36,18 @@ class SFT(Method):
         model: str | ModelSpec | PreTrainedModel,
         *,
         loss: Literal["nll", "dft"] = "nll",
-        router_aux_loss_coef: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         self.loss = loss
-        self.router_aux_loss_coef = router_aux_loss_coef
-        self.want = ["logps", "entropy", "top1"] + ["aux_loss"] * (router_aux_loss_coef is not None)
-
-    def on_fit_start(self) -> None:
-        """Names what makes this run depend on how it is cut into micro-batches."""
-        if self.router_aux_loss_coef is not None:
-            log.warning(
-                "method.router_aux_loss_coef: the balance of experts is a mean over micro-batches, so this run's numbers "
-                "depend on data.micro_batch_size and on the number of devices."
-            )
+        self.want = ["logps", "entropy", "top1"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""
         out = self.policy(batch, self.want)
         weights = self.policy.weights_of(batch)
         loss = reduce(SFT_LOSSES[self.loss](out.logps), weights, batch.norm, per="tokens")
-        if out.aux_loss is not None:
-            # Balance is a property of a micro-batch's routing: the mean over micro-batches is the only step-wide value.
-            share = 0.0 if batch.is_empty else batch.norm.scale / batch.norm.micro_batches
-            loss = loss + self.router_aux_loss_coef * out.aux_loss * share
-            self._meter.add("aux_loss", out.aux_loss * (not batch.is_empty), float(not batch.is_empty))
+        loss = self.with_aux_loss(loss, out, batch)
         trained = weights.ne(0).float()
         self.record("entropy", out.entropy, trained)
         self.record("mean_token_accuracy", self._hits(batch, out), trained)
@@ -83,6 +65,4 @@ class SFT(Method):
         evaluation.add_predictions(batch, out.top1, out.logps)
 
     def _hits(self, batch: MicroBatch, out: PolicyOutput) -> Tensor:
-        trained = batch.trained
-        targets = batch.tokens[trained] if len(trained) else batch.tokens[:1]
-        return (out.top1 == targets).float()
+        return (out.top1 == batch.tokens[batch.outputs]).float()

@@ -99,6 +99,11 @@ def classifier_class(config: PreTrainedConfig, kind: Kind) -> Any:
     return type(name, (_GENERIC[kind], family), {"base_model_prefix": causal.base_model_prefix, "config_class": type(config)})
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Whether the model, under any adapter, scores sequences or tokens."""
+    return type(unwrap(model)).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
+
+
 def classification_head(model: nn.Module) -> nn.Module:
     """The layer from hidden states ``[..., H]`` to outputs ``[..., num_labels]``, with the adapter's version of it if any.
 

@@ -18,11 +18,15 @@ class TokenStats:
         logps: log-probability of the target ``[T]``, nats.
         entropy: entropy of the distribution ``[T]``, nats; no gradient.
         top1: most likely token ``[T]``.
+        mean_logit: mean of the logits over the vocabulary ``[T]``; no gradient.
+        log_collision: ``log sum_v p(v)^2`` ``[T]``, the log-probability that two samples agree; no gradient.
     """
 
     logps: Tensor
     entropy: Tensor | None = None
     top1: Tensor | None = None
+    mean_logit: Tensor | None = None
+    log_collision: Tensor | None = None
 
 
 @dataclass
@@ -75,7 +79,7 @@ def token_logps(
         head: the model's head.
         targets: token ids ``[T]``.
         temperature: divides the logits.
-        want: ``entropy`` and ``top1`` on top of ``logps``.
+        want: any further fields of `TokenStats`.
         chunk: tokens whose logits are formed at a time.
 
     Returns:
@@ -90,12 +94,12 @@ def token_logps(
     )
 
 
-def _chunk_stats(
-    logits: Tensor, targets: Tensor, want: Collection[str]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _chunk_stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> tuple[Tensor | None, ...]:
     logps = torch.log_softmax(logits, dim=-1)
     target_logps = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
         entropy = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
         top1 = logps.argmax(-1) if "top1" in want else None
-    return target_logps, entropy, top1
+        mean_logit = logits.mean(-1) if "mean_logit" in want else None
+        log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
+    return target_logps, entropy, top1, mean_logit, log_collision

@@ -261,18 +261,38 @@ def _set_magnitudes(model: nn.Module, name: str) -> None:
 
 def _continue(model: nn.Module, spec: PeftSpec) -> PeftModel:
     kwargs = {"is_trainable": True, "autocast_adapter_dtype": spec.adapter_dtype == "float32"}
-    _check_base(model, Path(spec.adapter).expanduser())
+    with _adapter_errors("peft.adapter", model, spec.adapter), local_rng(spec.seed):
+        if not isinstance(model, PeftModel):
+            return PeftModel.from_pretrained(model, spec.adapter, adapter_name=spec.adapter_name, **kwargs)
+        model.load_adapter(spec.adapter, adapter_name=spec.adapter_name, **kwargs)
+        model.set_adapter(spec.adapter_name)
+        return model
+
+
+def add_frozen_adapter(model: PeftModel, path: str, name: str) -> None:
+    """Loads the adapter saved in ``path`` as ``name``, frozen; the active adapter stays active and trained as it was.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    active, state = list(model.active_adapters), _requires_grad(model)
+    with _adapter_errors("method.ref_adapter", model, path), local_rng(0):
+        model.load_adapter(path, adapter_name=name, is_trainable=False)
+    model.base_model.set_adapter(active)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(state.get(key, False))
+
+
+@contextlib.contextmanager
+def _adapter_errors(option: str, model: nn.Module, path: str) -> Iterator[None]:
+    _check_base(model, Path(path).expanduser())
     try:
-        with local_rng(spec.seed), _peft_warnings():
+        with _peft_warnings():
             # Weights the file lacks would stay random, and peft only warns of them.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            if not isinstance(model, PeftModel):
-                return PeftModel.from_pretrained(model, spec.adapter, adapter_name=spec.adapter_name, **kwargs)
-            model.load_adapter(spec.adapter, adapter_name=spec.adapter_name, **kwargs)
-            model.set_adapter(spec.adapter_name)
-            return model
+            yield
     except (*LOAD_ERRORS, UserWarning) as error:
-        raise UserError(f"peft.adapter={spec.adapter!r} cannot be loaded: {_adapter_fault(spec.adapter, error)}") from error
+        raise UserError(f"{option}={path!r} cannot be loaded: {_adapter_fault(path, error)}") from error
 
 
 def _check_base(model: nn.Module, adapter: Path) -> None:

@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
+from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Head, token_logps
 
 log = logging.getLogger(__name__)
 
+TOKEN_STATS = {"logps", "entropy", "top1", "mean_logit", "log_collision", "hidden"}  # read where a token is predicted
 # What a selective checkpoint keeps: the outputs of attention, the dearest thing to recompute per byte (arXiv:2205.05198).
 ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -34,25 +36,31 @@ ATTENTION_OPS = {
 
 @dataclass
 class PolicyOutput:
-    """What was asked of a forward pass, trained positions only, in the order of ``batch.trained``.
+    """What was asked of a forward pass, trained positions only, in the order of ``batch.outputs``.
 
     Args:
         logps: log-probabilities ``[T]``, nats.
         entropy: ``[T]``, nats, no gradient.
         top1: most likely token ids ``[T]``.
+        mean_logit: mean logit over the vocabulary ``[T]``, no gradient.
+        log_collision: ``log sum_v p(v)^2`` ``[T]``, no gradient.
         hidden: hidden states that predict the trained tokens ``[T, H]``.
+        scores: outputs of a classifier's head ``[P, num_labels]`` in fp32.
         aux_loss: load-balancing loss of a mixture of experts, a scalar over this micro-batch.
     """
 
     logps: Tensor | None = None
     entropy: Tensor | None = None
     top1: Tensor | None = None
+    mean_logit: Tensor | None = None
+    log_collision: Tensor | None = None
     hidden: Tensor | None = None
+    scores: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
 class Policy(nn.Module):
-    """A causal language model behind one ``forward(batch, want)``.
+    """A causal language model, or a classifier on one, behind one ``forward(batch, want)``.
 
     Under FSDP2 this module is the root of the sharding, so that backbone and head are gathered together.
 
@@ -94,32 +102,47 @@ class Policy(nn.Module):
         return self
 
     def forward(
-        self, batch: MicroBatch, want: Collection[str] = ("logps",), *, temperature: float = 1.0
+        self,
+        batch: MicroBatch,
+        want: Collection[str] = ("logps",),
+        *,
+        temperature: float = 1.0,
+        at: Tensor | None = None,
     ) -> PolicyOutput:
         """Runs the micro-batch.
 
         Args:
             batch: the micro-batch.
-            want: any of ``logps``, ``entropy``, ``top1``, ``hidden``, ``aux_loss``.
+            want: fields of `PolicyOutput`.
             temperature: divides the logits.
+            at: tokens whose ``scores`` are read ``[P]``, indices into ``batch.tokens``; None: the last of every sequence.
         """
         inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
         hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
-        trained = batch.trained
-        # An empty micro-batch still runs the head, on one position with no weight.
-        targets, at = (trained, batch.predictors()) if len(trained) else (trained.new_ones(1), trained.new_zeros(1))
-        hidden = hidden.flatten(0, 1)[inputs.index[at]]
-        out = PolicyOutput(hidden=hidden if "hidden" in want else None)
-        stats = token_logps(hidden, Head.of(self.causal_lm), batch.tokens[targets], temperature=temperature, want=want)
-        out.logps, out.entropy, out.top1 = stats.logps, stats.entropy, stats.top1
+        hidden = hidden.flatten(0, 1)
+        out = PolicyOutput()
+        if "scores" in want:
+            out.scores = self._scores(hidden[inputs.index[batch.ends() if at is None else at]])
+        if TOKEN_STATS & set(want):
+            predicting = hidden[inputs.index[batch.predictors()]]
+            out.hidden = predicting if "hidden" in want else None
+            targets = batch.tokens[batch.outputs]
+            stats = token_logps(predicting, Head.of(self.causal_lm), targets, temperature=temperature, want=want)
+            for name, values in vars(stats).items():
+                setattr(out, name, values)
         if "aux_loss" in want:
             out.aux_loss = self._aux_loss(router_logits, inputs.attention_mask)
         return out
 
     def weights_of(self, batch: MicroBatch) -> Tensor:
         """Weights that belong to the outputs of `forward` ``[T]``; one zero where nothing is trained."""
-        weights = batch.weights[batch.trained]
-        return weights if len(weights) else batch.weights.new_zeros(1)
+        return batch.weights[batch.outputs]
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        head = classification_head(self.hf)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(next(head.parameters()).dtype)  # an adapter trains the head in fp32
+        return head(hidden).float()
 
     def _backbone(self, inputs: ModelInputs, *, with_router: bool) -> tuple[Tensor, Any]:
         kwargs = {"output_router_logits": True} if with_router else {}
@@ -167,7 +190,8 @@ def _check_supported(hf: nn.Module, model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder:
         raise UserError(f"{type(model).__name__} is an encoder-decoder model; a causal language model is needed.")
-    Head.of(model)
+    if not is_classifier(model):
+        Head.of(model)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,293 @@
+"""`Referenced`: what methods that compare the policy with a reference share."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from workbench.data.batch import MicroBatch
+from workbench.errors import UserError, check_at_least, nearest
+from workbench.losses.sequences import sequence_sums
+from workbench.methods.base import Method
+from workbench.methods.precompute import COLUMN, with_reference
+from workbench.models.load import ModelSpec, as_spec, load_model
+from workbench.models.peft import add_frozen_adapter
+from workbench.models.policy import Policy, disable_dropout
+from workbench.models.reference import AdapterView, FrozenCopy, MergedCopy, Reference, at_start
+from workbench.strategies.info import data_parallel_mesh, is_deepspeed
+from workbench.strategies.shards import local
+
+log = logging.getLogger(__name__)
+
+KEY = "reference"  # of its state in a checkpoint
+REF_ADAPTER = "reference"
+MIXUP_ALPHA, SYNC_STEPS = 0.6, 512
+
+
+class Referenced(Method):
+    """Base of methods with a reference: by default the model as it was handed in.
+
+    Args:
+        model: as in `Method`.
+        ref_model: another model as the reference: a name, or fields of a `ModelSpec` (such as ``quantization``); None: the
+            model as it was handed in, adapters included.
+        model_adapter: which adapter is trained, where the model carries several; None: the active one.
+        ref_adapter: adapter that is the reference: its name on the model, or the path of a saved one.
+        precompute_ref_logps: compute the reference's log-probabilities once, before training, keep them on disk, and free it.
+        precompute_ref_micro_batch_size: most rows in one forward of that; None: as in training.
+        sync_ref_model: let the reference follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656, eqs. 4 and 5).
+        ref_model_mixup_alpha: share of the policy in the reference at each update; 1 replaces it.
+        ref_model_sync_steps: optimizer steps between two updates.
+        options: as in `Method`.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSpec | PreTrainedModel,
+        *,
+        ref_model: str | dict[str, Any] | ModelSpec | PreTrainedModel | None = None,
+        model_adapter: str | None = None,
+        ref_adapter: str | None = None,
+        precompute_ref_logps: bool = False,
+        precompute_ref_micro_batch_size: int | None = None,
+        sync_ref_model: bool = False,
+        ref_model_mixup_alpha: float = MIXUP_ALPHA,
+        ref_model_sync_steps: int = SYNC_STEPS,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        object.__setattr__(self, "ref_model", ref_model)  # past nn.Module: never a submodule
+        self.model_adapter = model_adapter
+        self.ref_adapter = ref_adapter
+        self.precompute_ref_logps = precompute_ref_logps
+        self.precompute_ref_micro_batch_size = precompute_ref_micro_batch_size
+        self.sync_ref_model = sync_ref_model
+        self.ref_model_mixup_alpha = ref_model_mixup_alpha
+        self.ref_model_sync_steps = ref_model_sync_steps
+        self.reference: Reference | None = None
+        self.reference_fingerprint: str | None = None
+        self._placed = False
+        self._check_reference_options()
+
+    needs_reference: bool = True
+
+    def _check_reference_options(self) -> None:
+        check_at_least(
+            1,
+            method__ref_model_sync_steps=self.ref_model_sync_steps,
+            method__precompute_ref_micro_batch_size=self.precompute_ref_micro_batch_size,
+        )
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise UserError(f"method.ref_model_mixup_alpha={self.ref_model_mixup_alpha} must lie above 0 and be at most 1.")
+        kinds = {
+            "ref_model": self.ref_model is not None,
+            "ref_adapter": self.ref_adapter is not None,
+            "sync_ref_model": self.sync_ref_model,
+        }
+        asked = [name for name, is_set in kinds.items() if is_set]
+        if len(asked) > 1:
+            raise UserError(f"method.{asked[0]} and method.{asked[1]} exclude each other: there is one reference; leave one out.")
+        if self.precompute_ref_logps and self.sync_ref_model:
+            raise UserError(
+                "method.precompute_ref_logps holds the reference still, method.sync_ref_model moves it; turn one of them off."
+            )
+        if not self.sync_ref_model and (self.ref_model_mixup_alpha, self.ref_model_sync_steps) != (MIXUP_ALPHA, SYNC_STEPS):
+            raise UserError(
+                f"method.ref_model_mixup_alpha={self.ref_model_mixup_alpha} and method.ref_model_sync_steps="
+                f"{self.ref_model_sync_steps} have no effect with method.sync_ref_model=false; set it to true."
+            )
+        if self.precompute_ref_micro_batch_size is not None and not self.precompute_ref_logps:
+            raise UserError("method.precompute_ref_micro_batch_size has no effect with method.precompute_ref_logps=false.")
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def build_policy(self) -> Policy:
+        """As `Method`'s, with ``model_adapter`` active."""
+        policy = super().build_policy()
+        if self.model_adapter is not None:
+            self._check_adapter("model_adapter", policy)
+            policy.hf.set_adapter(self.model_adapter)
+        return policy
+
+    def build_beside(self) -> None:
+        """The reference, of the policy as it was handed in."""
+        if not self.needs_reference:
+            return
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        self.reference = self._build_reference()
+        self.reference_fingerprint = self.reference.fingerprint
+        owns_weights = isinstance(self.reference, FrozenCopy)
+        if strategy is not None and is_deepspeed(strategy) and strategy.zero_stage_3 and owns_weights:
+            raise UserError(
+                "strategy=deepspeed_stage_3 cannot hold a second model as the reference; use strategy=fsdp2 or "
+                "deepspeed_stage_2, or train an adapter (peft=lora)."
+            )
+        mesh = data_parallel_mesh(strategy) if strategy is not None else None
+        if mesh is not None:
+            if self.sync_ref_model and isinstance(self.reference, MergedCopy):
+                raise UserError(
+                    "method.sync_ref_model cannot merge an adapter whose base is sharded; use strategy=ddp, or peft=none."
+                )
+            self.reference.shard(mesh, **getattr(strategy, "fsdp_kwargs", {}))
+
+    def _build_reference(self) -> Reference:
+        if self.ref_model is not None:
+            return FrozenCopy(self.policy, self._load_ref_model())
+        if self.ref_adapter is not None:
+            return AdapterView(self.policy, self._adapter_to_compare_with())
+        return at_start(self.policy, moving=self.sync_ref_model)
+
+    def _load_ref_model(self) -> PreTrainedModel:
+        given = self.ref_model if isinstance(self.ref_model, torch.nn.Module) else as_spec(self.ref_model)
+        model = load_model(given)
+        sizes = [m.config.get_text_config().vocab_size for m in (model, self.policy.causal_lm)]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"method.ref_model has a vocabulary of {sizes[0]} tokens and the model one of {sizes[1]}: their "
+                "log-probabilities cannot be compared; use a reference with the same tokenizer."
+            )
+        disable_dropout(model)
+        return model
+
+    def _adapter_to_compare_with(self) -> str:
+        if not isinstance(self.policy.hf, PeftModel):
+            raise UserError(f"method.ref_adapter={self.ref_adapter!r} needs a model with adapters; set peft, or use ref_model.")
+        if self.ref_adapter in self.policy.hf.peft_config:
+            return self.ref_adapter
+        if Path(self.ref_adapter).expanduser().exists():
+            add_frozen_adapter(self.policy.hf, self.ref_adapter, REF_ADAPTER)
+            return REF_ADAPTER
+        self._check_adapter("ref_adapter", self.policy)
+        return self.ref_adapter
+
+    def _check_adapter(self, option: str, policy: Policy) -> None:
+        name, there = getattr(self, option), getattr(policy.hf, "peft_config", {})
+        if name not in there:
+            raise UserError(
+                f"method.{option}={name!r} is no adapter of the model.{nearest(name, there)} "
+                f"It has: {', '.join(there) or 'none'}."
+            )
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def reference_sums(self, batch: MicroBatch, weights: Tensor) -> Tensor:
+        """The reference's log-probability of each segment's trained tokens ``[S]``, fp64, nats, without gradient.
+
+        Args:
+            batch: the micro-batch.
+            weights: of its `outputs` in the sums ``[T]``.
+        """
+        if COLUMN in batch.extras or self.reference is None:
+            sums = torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
+            if COLUMN in batch.extras:
+                sums[self.completions_of(batch)] = batch.extras[COLUMN]
+            return sums
+        return sequence_sums(self.reference.logps(batch), weights, batch.segment[batch.outputs], len(batch.row))
+
+    def completions_of(self, batch: MicroBatch) -> Tensor:
+        """Segments that no other continues: the completions, in order."""
+        inner = set(batch.parent.tolist())
+        return torch.tensor([s for s in range(len(batch.row)) if s not in inner], device=batch.row.device)
+
+    def reference_weights(self, batch: MicroBatch) -> Tensor:
+        """Weights of the outputs in the reference's sums ``[T]``."""
+        return batch.weights[batch.outputs]
+
+    def reference_depends_on(self) -> dict[str, Any]:
+        """What precomputed numbers depend on besides rows, weights and the libraries."""
+        attention = self.policy.config._attn_implementation
+        return {"attention": attention, "precision": str(self.trainer.precision), "layout": self.layout}
+
+    def on_fit_start(self) -> None:
+        """Places the reference, or computes its log-probabilities."""
+        super().on_fit_start()
+        self._ready_reference()
+
+    def on_validation_start(self) -> None:
+        """As `on_fit_start`, for evaluation without training."""
+        if self.trainer.state.fn != "fit":
+            self._ready_reference()
+
+    def _ready_reference(self) -> None:
+        if self.reference is None or self._placed:
+            return
+        self.reference.place(self.device, self.trainer.precision_plugin)
+        self._placed = True
+        if self.precompute_ref_logps:
+            self._precompute()
+
+    def _precompute(self) -> None:
+        data, strategy = self.trainer.datamodule, self.trainer.strategy
+        depends_on = {"reference": self.reference_fingerprint, "method": self.reference_depends_on()}
+        size = self.precompute_ref_micro_batch_size or data.micro_batch_size or min(data.batch_size, 64)
+
+        def compute(batch: MicroBatch) -> Tensor:
+            with self.trainer.precision_plugin.forward_context():
+                sums = self.reference_sums(batch, self.reference_weights(batch))
+            return sums[self.completions_of(batch)]
+
+        options = {"strategy": strategy, "device": self.device, "micro_batch_size": size, "directory": data.reference_dir}
+        data.map_prepared(lambda rows, name: with_reference(rows, compute, depends_on, **options, name=name))
+        self.after_precompute()
+
+    def after_precompute(self) -> None:
+        """Frees the reference, which nothing reads any more."""
+        self.reference = None
+
+    # -- a reference that moves -------------------------------------------------------------------------------------
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference is another one than at the start of training."""
+        return self.sync_ref_model or self._moved
+
+    _moved = False
+
+    def move_reference(self, weights: Mapping[str, Tensor], share: float = 1.0) -> None:
+        """Moves the reference by ``share`` towards ``weights`` (this rank's parts, named as in ``policy``)."""
+        if self.reference is None:
+            raise UserError("there is no reference to move: it was precomputed, or the method goes without one.")
+        self._moved = True
+        self.reference.move(weights, share)
+
+    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
+        """Moves the reference where that is due."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.sync_ref_model and self._closing and self.trainer.global_step % self.ref_model_sync_steps == 0:
+            if isinstance(self.reference, MergedCopy):
+                self.reference.follow(self.ref_model_mixup_alpha)
+            else:
+                weights = {name: local(p) for name, p in self.policy.named_parameters()}
+                self.reference.move(weights, self.ref_model_mixup_alpha)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps a reference that has moved; of one that has not, what it is known by."""
+        super().on_save_checkpoint(checkpoint)
+        if not self.needs_reference:
+            return
+        state = {"fingerprint": self.reference_fingerprint}
+        if self.reference_moves:
+            state["weights"] = self.reference.state_dict()
+        checkpoint[KEY] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes over a moved reference; refuses another one than the run began with."""
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get(KEY)
+        if saved is None or not self.needs_reference:
+            return
+        if saved["fingerprint"] != self.reference_fingerprint:
+            raise UserError(
+                "the checkpoint was trained against another reference than this run's; resume with the same model, peft and "
+                "ref_* settings, and hand in the model as it was before training."
+            )
+        if "weights" in saved:
+            self._moved = True
+            self.reference.load_state_dict(saved["weights"])
