@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 
 from workbench.data.module import DataModule
+from workbench.methods.base import Method
 from workbench.methods.optim import adamw
 from workbench.methods.sft import SFT
 
@@ -58,8 +59,23 @@ def run_sft(
     lr: float = 1e-3,
 ) -> tuple[list[dict[str, float]], SFT, L.Trainer]:
     """Runs SFT on a bare ``L.Trainer`` and returns its steps, the method and the trainer."""
-    module = SFT(**{"model": MODEL, "optim": functools.partial(adamw, lr=lr), **(method or {})})
-    rows = {"train": str(DATA / "messages.jsonl"), "batch_size": 8, "shuffle": False, "max_length": 256, **(data or {})}
+    data = {"train": str(DATA / "messages.jsonl"), **(data or {})}
+    return run_method(SFT, data, method, trainer, checkpoint=checkpoint, callbacks=callbacks, lr=lr)
+
+
+def run_method(
+    kind: type[Method],
+    data: dict[str, Any],
+    method: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    *,
+    checkpoint: Path | str | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    lr: float = 1e-3,
+) -> tuple[list[dict[str, float]], Any, L.Trainer]:
+    """The same for any method; ``data`` names the rows (``train``)."""
+    module = kind(**{"model": MODEL, "optim": functools.partial(adamw, lr=lr), **(method or {})})
+    rows = {"batch_size": 8, "shuffle": False, "max_length": 256, **data}
     recorder = Recorder()
     settings = {**QUIET, "devices": 1, "max_steps": 10, "gradient_clip_val": 1.0, **(trainer or {})}
     fit = L.Trainer(**settings, callbacks=[recorder, *callbacks])
