@@ -1,8 +1,11 @@
 """Runs a list of jobs on every process of a torchrun launch: ``members.py <folder> <jobs.json>``.
 
-A job is ``{name, strategy, data, method, trainer, save, checkpoint}``; its steps go to ``<folder>/<name>.json``.
+A job is ``{name, kind, strategy, data, method, trainer, save, checkpoint}``, where ``kind`` is the method's class as
+``module:name`` under ``workbench.methods`` (SFT if left out); its steps go to ``<folder>/<name>.json``.
 """
 
+import functools
+import importlib
 import json
 import os
 import sys
@@ -12,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-from support import SaveAt, run_sft
+from support import SaveAt, run_method, run_sft
 
 
 def strategy_of(name):
@@ -48,7 +51,11 @@ def run(job, folder):
     if devices > 1:
         trainer["strategy"] = strategy_of(job["strategy"])
     saves = [SaveAt(folder / job["name"], job["save"])] if "save" in job else []
-    steps, module, fit = run_sft(job.get("data"), method, trainer, checkpoint=job.get("checkpoint"), callbacks=saves)
+    go = run_sft
+    if "kind" in job:
+        module, _, name = job["kind"].partition(":")
+        go = functools.partial(run_method, getattr(importlib.import_module(f"workbench.methods.{module}"), name))
+    steps, module, fit = go(job.get("data"), method, trainer, checkpoint=job.get("checkpoint"), callbacks=saves)
     if job.get("export"):
         module.save_pretrained(folder / f"{job['name']}-model")
     if fit.is_global_zero:
