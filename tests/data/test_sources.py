@@ -267,3 +267,23 @@ def test_split_off():
             split_off(Dataset.from_list(ROWS), wrong)
     with pytest.raises(UserError, match="stream has no known length"):
         split_off(Dataset.from_list(ROWS).to_iterable_dataset(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "column"),
+    [
+        ({}, ("preference",), "chosen"),
+        ({}, ("unpaired_preference",), "label"),
+        ({}, ("stepwise_supervision",), "labels"),
+        ({}, ("language_modeling", "prompt_completion"), "completion"),  # the task's own choice, where it is wanted too
+        ({}, None, "completion"),
+        ({"kwargs": {"type": "preference"}}, ("prompt_completion",), "chosen"),  # what is typed stays
+        ({"kwargs": {"margin": True}}, ("preference",), "margin"),
+        ({"convert": "language_modeling"}, ("preference",), "messages"),
+    ],
+    ids=str,
+)
+def test_an_embedded_task_gives_rows_of_a_wanted_type(options, wanted, column):
+    spec = {"path": "tiny:sums", "limit": 3, **options}
+    assert column in load_source(spec, data_types=wanted).column_names
+    assert column in load_source([spec, spec], data_types=wanted).column_names

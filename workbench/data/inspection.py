@@ -30,7 +30,6 @@ from workbench.data.inspection_counts import (
 from workbench.data.inspection_rows import Shower, ShownRow, Traced, choose, documents_of, spread, trace, unpacked
 from workbench.data.module import DataModule
 from workbench.data.prepare import prepare
-from workbench.data.sources import load_source
 from workbench.data.spec import PrepareReport, PrepareSpec
 from workbench.errors import UserError
 
@@ -183,8 +182,8 @@ def inspect_sets(
     few = 2 if isinstance(rows, int) and rows > 2 else rows if isinstance(rows, int) else 0
     train = inspector.train(rows)
     found = {"train": train}
-    for name, source in data.sources().items():
-        shown = inspector.evaluation(name, source, few)
+    for name in data.eval_names:
+        shown = inspector.evaluation(name, few)
         shown.also_in_train = shown.counts.shared_with(train.counts)
         found[f"eval {name}" if name == "train" else name] = shown
     return found
@@ -207,25 +206,25 @@ class _Inspector:
 
     def train(self, rows: int | Sequence[int]) -> SetInspection:
         data = self.data
-        raw = load_source(data.train_source, split="train", streaming=data.streaming, seed=data.seed)
+        raw = data.load_train(self.data_types)
         read = raw
         if isinstance(raw, IterableDataset):
             read = Dataset.from_list(list(islice(raw, self.stream_rows)), features=raw.features)
             raw = read.to_iterable_dataset()
 
         def prepared(spec: PrepareSpec) -> tuple[Dataset | IterableDataset, PrepareReport]:
-            own = _copy(data, train_source=raw, spec=spec)
+            own = _copy(data, train_source=raw, eval_size=None, spec=spec)
             return own.prepare_train(self.tokenizer, self.data_types), own.reports["train"]
 
         return self._inspect("train", read, data.spec, prepared, rows)
 
-    def evaluation(self, name: str, source: Any, rows: int | Sequence[int]) -> SetInspection:
+    def evaluation(self, name: str, rows: int | Sequence[int]) -> SetInspection:
         data = self.data
-        raw = load_source(source, split="test", seed=data.seed)
+        raw = data.load_eval(name, self.data_types)
         spec = data.spec if data.eval_packing in (None, True) else replace(data.spec, packing=None)
 
         def prepared(spec: PrepareSpec) -> tuple[Dataset | IterableDataset, PrepareReport]:
-            own = _copy(data, eval_source={name: raw}, spec=spec)
+            own = _copy(data, eval_source={name: raw}, eval_size=None, spec=spec)
             return own.prepare_eval(self.tokenizer, self.data_types)[name], own.reports[name]
 
         return self._inspect(name, raw, spec, prepared, rows)
@@ -325,9 +324,9 @@ def scan(raw: Dataset, spec: PrepareSpec, report: PrepareReport) -> Raw:
 
 
 def _roles(row: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("prompt", "messages", "completion", "chosen", "rejected"):
+    for name in ("prompt", "messages", "completion", "chosen", "rejected", "reference"):
         value = row.get(name)
-        if isinstance(value, list):
+        if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
             yield from (message["role"] for message in value)
 
 

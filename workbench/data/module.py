@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from workbench.data.formats import normalise_row
+from workbench.data.formats import WITHOUT_TRIPLES, detect_type, normalise_row
 from workbench.data.intervals import accumulate, first_evaluation, limited, refuse_batch_size_search
 from workbench.data.loader import (
     EvalDataset,
@@ -29,6 +29,7 @@ from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
 from workbench.data.sources import load_source
 from workbench.data.splits import split_off
+from workbench.data.targets import check_prompts_read
 from workbench.errors import UserError, check_at_least
 from workbench.strategies.info import backward_divisor, data_parallel
 
@@ -126,14 +127,20 @@ class DataModule(L.LightningDataModule):
         named = isinstance(self.eval_source, dict) and not {"path", "sources"} & self.eval_source.keys()
         return dict(self.eval_source) if named else {"eval": self.eval_source}
 
-    def load(self, name: str) -> Any:
-        """The raw rows of ``train`` or of an evaluation set."""
-        if name != "train" and not self.eval_size:
-            return load_source(self.sources()[name], split="test", seed=self.seed)
-        rows = load_source(self.train_source, split="train", streaming=self.streaming and name == "train", seed=self.seed)
+    def load_train(self, data_types: tuple[str, ...] | None = None) -> Any:
+        """The raw training rows; of ``data_types``, where a source has a choice."""
+        rows = load_source(self.train_source, split="train", streaming=self.streaming, **self._options(data_types))
+        return split_off(rows, self.eval_size, self.seed, "data.eval_size")[0] if self.eval_size else rows
+
+    def load_eval(self, name: str, data_types: tuple[str, ...] | None = None) -> Dataset:
+        """The raw rows of an evaluation set, likewise."""
         if not self.eval_size:
-            return rows
-        return split_off(rows, self.eval_size, self.seed, "data.eval_size")[name != "train"]
+            return load_source(self.sources()[name], split="test", **self._options(data_types))
+        rows = load_source(self.train_source, split="train", **self._options(data_types))
+        return split_off(rows, self.eval_size, self.seed, "data.eval_size")[1]
+
+    def _options(self, data_types: tuple[str, ...] | None) -> dict[str, Any]:
+        return {"seed": self.seed, "data_types": (self.spec.data_type,) if self.spec.data_type else data_types}
 
     @property
     def eval_names(self) -> list[str]:
@@ -144,7 +151,7 @@ class DataModule(L.LightningDataModule):
         """The prepared training rows, a ``Dataset`` or, streaming, an ``IterableDataset``."""
         spec = replace(self.spec, data_types=tuple(data_types))
         rows, self.reports["train"] = prepare(
-            self.load("train"), tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name="train"
+            self.load_train(data_types), tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name="train"
         )
         return rows
 
@@ -154,7 +161,7 @@ class DataModule(L.LightningDataModule):
         spec = replace(self.spec, data_types=tuple(data_types), packing=packing)
         prepared = {}
         for name in self.eval_names:
-            self._eval_rows[name] = self.load(name)
+            self._eval_rows[name] = self.load_eval(name, data_types)
             prepared[name], self.reports[name] = prepare(
                 self._eval_rows[name], tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name=name
             )
@@ -164,8 +171,10 @@ class DataModule(L.LightningDataModule):
         """Rows of an evaluation set to generate from: ``prompt``, ``reference`` and the row's other columns."""
         if not self._eval_rows:
             return []
-        rows = self._eval_rows[name or self.eval_names[0]]
-        return [prompt_and_reference(rows[i]) for i in range(min(len(rows), len(rows) if limit is None else limit))]
+        name = name or self.eval_names[0]
+        rows = self._eval_rows[name]
+        kind = "triple_preference" if self.reports[name].data_type == "triple_preference" else None
+        return [prompt_and_reference(rows[i], kind) for i in range(min(len(rows), len(rows) if limit is None else limit))]
 
     @property
     def reference_dir(self) -> Path | None:
@@ -191,6 +200,7 @@ class DataModule(L.LightningDataModule):
         refuse_batch_size_search(self.trainer)
         method = self.trainer.lightning_module
         strategy = self.trainer.strategy
+        check_prompts_read(self.spec.train_on, method)
         if not strategy.is_global_zero:
             strategy.barrier("prepare")
         if stage == "fit" and self._train is None:
@@ -320,9 +330,10 @@ def _each(source: Source) -> list[Any]:
     return list(source) if isinstance(source, list | tuple) else [source]
 
 
-def prompt_and_reference(row: dict[str, Any]) -> dict[str, Any]:
-    """Splits a row of any type and layout into what to generate from and what was expected (``reference``)."""
-    row = normalise_row(row)
+def prompt_and_reference(row: dict[str, Any], data_type: str | None = None) -> dict[str, Any]:
+    """Splits a row of any type and layout into what to generate from and what was expected (``reference``; None where the row
+    does not tell, such as by a completion that is labelled as bad)."""
+    row = normalise_row(row, data_type or detect_type(row, WITHOUT_TRIPLES))
     others = {k: v for k, v in row.items() if k not in ("prompt", "completion", "chosen", "rejected", "messages", "text")}
     if "messages" in row:
         messages = list(row["messages"])
@@ -331,7 +342,10 @@ def prompt_and_reference(row: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": messages[:last], "reference": reference, **others}
     if "text" in row:
         return {"prompt": row["text"], "reference": None, **others}
-    reference = row.get("completion", row.get("chosen"))
+    reference = row.get("completion", row.get("chosen")) if row.get("label", True) else None
     if isinstance(reference, list):
         reference = reference[-1]["content"] if reference else None
+    gold = others.get("reference")
+    if isinstance(gold, list) and gold and isinstance(gold[-1], dict) and "content" in gold[-1]:  # of a triple
+        others["reference"] = gold[-1]["content"]
     return {"prompt": row["prompt"], "reference": reference, **others}

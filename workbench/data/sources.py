@@ -5,7 +5,8 @@ source. Nested values that Arrow would change (and in streams all nested values)
 with `workbench.data.formats.normalise_row`, or with `workbench.data.jsontext.decode_row` where the type does not matter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = ["SourceSpec", "load_source", "split_off"]
 
 Rows = Dataset | IterableDataset
 _MIXTURE_OPTIONS = ("sources", "interleave", "source_column")
+TINY_TYPE = "prompt_completion"  # what an embedded task gives if nobody asks for another type
 _SHUFFLE_BUFFER = 10_000  # rows of a stream that are shuffled at a time
 
 
@@ -36,6 +38,7 @@ def load_source(
     seed: int = 0,
     interleave: Interleave | None = None,
     source_column: str | None = None,
+    data_types: Sequence[str] | None = None,
 ) -> Rows:
     """Rows of a source or a mixture.
 
@@ -47,6 +50,7 @@ def load_source(
         seed: of the mixture, and of functions and tasks that take one.
         interleave: how to mix, see `workbench.data.mixtures.mix`.
         source_column: name of a column to add that tells each row's source.
+        data_types: types that are wanted of sources that can give several (``tiny:<task>``) and are not told which.
 
     Raises:
         UserError: one line that names the source and what is wrong with it.
@@ -60,13 +64,21 @@ def load_source(
         source_column = spec.get("source_column", source_column)
         spec = list(spec["sources"])
     mixture = is_mixture(spec)
-    specs = [make_spec(item) for item in spec] if mixture else [make_spec(spec)]
+    specs = [_typed(make_spec(item), data_types) for item in (spec if mixture else [spec])]
     if not mixture and (interleave is not None or specs[0].weight is not None):
         raise UserError("interleave and weight have no effect on a single source; give a list of sources.")
     loaded = [_load_one(s, split, streaming, seed, source_column) for s in specs]
     if not mixture:
         return loaded[0]
     return mix(loaded, [s.label for s in specs], [s.weight for s in specs], interleave, seed)
+
+
+def _typed(spec: SourceSpec, data_types: Sequence[str] | None) -> SourceSpec:
+    """An embedded task gives rows of every type: of a wanted one, where neither its own options nor a conversion tell."""
+    options = spec.kwargs or {}
+    if spec.kind != "tiny" or "type" in options or spec.convert is not None or not data_types or TINY_TYPE in data_types:
+        return spec
+    return replace(spec, kwargs={**options, "type": data_types[0]})
 
 
 def _load_one(spec: SourceSpec, split: str, streaming: bool, seed: int, source_column: str | None) -> Rows:
