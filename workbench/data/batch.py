@@ -52,6 +52,7 @@ class MicroBatch:
         step: index of that step within the epoch.
         k: which of the step's ``norm.num_micro`` micro-batches on this rank.
     """
+        companions: further micro-batches that a method runs beside it (see `workbench.data.mismatched`).
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class MicroBatch:
         k: int = 0,
         extras: dict[str, Tensor] | None = None,
     ) -> None:
+        companions: Sequence["MicroBatch"] = (),
         self.tokens = tokens
         self.weights = weights
         self.starts = starts
@@ -78,6 +80,7 @@ class MicroBatch:
         self.k = k
         self.extras = extras or {}
 
+        self.companions = list(companions)
     @property
     def is_empty(self) -> bool:
         """True for the stand-in that keeps ranks in step: two untrained tokens, no row."""
@@ -140,6 +143,7 @@ class MicroBatch:
         extras = {k: v.float() if single and v.dtype == torch.float64 else v for k, v in self.extras.items()}
         moved["extras"] = {k: v.to(device, **kwargs) for k, v in extras.items()}
         return MicroBatch(**moved)
+        moved["companions"] = [c.to(device, **kwargs) for c in self.companions]
 
     @classmethod
     def from_rows(

@@ -8,7 +8,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from workbench.data.batch import NORMALISED_ROLES, MicroBatch
-from workbench.data.plan import Planner, RowSizes, to_ranks
+from workbench.data.mismatched import Mismatch
+from workbench.data.plan import Planner, RowSizes, StepPlan, to_ranks
 from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
 
@@ -49,18 +50,19 @@ class StepDataset(Dataset):
         rows: prepared rows.
         planner: deals them.
         rank: this data-parallel rank.
+        mismatch: makes the companions of micro-batches; None: they have none.
     """
 
-    def __init__(self, rows: Rows, planner: Planner, rank: int) -> None:
+    def __init__(self, rows: Rows, planner: Planner, rank: int, mismatch: Mismatch | None = None) -> None:
         self.rows = rows
         self.planner = planner
         self.rank = rank
+        self.mismatch = mismatch
 
     def __getitem__(self, key: tuple[int, int, int]) -> MicroBatch:
         epoch, step, k = key
         plan = self.planner.step(epoch, step)
-        index = plan.micro[self.rank][k]
-        return MicroBatch.from_rows([self.rows[i] for i in index], index, plan.norm, step=step, k=k)
+        return _item(self.rows, plan, self.rank, k, step, self.mismatch)
 
     def __len__(self) -> int:
         return self.planner.steps_per_epoch * self.planner.num_micro
@@ -104,6 +106,7 @@ class StreamDataset(IterableDataset):
         batch_size: rows of an optimizer step.
         rank: this data-parallel rank.
         drop_last: leave out a pass's last window if it is shorter.
+        mismatch: as for `StepDataset`.
 
     ``skip`` windows, those of the steps done so far, are read and left out.
     """
@@ -115,12 +118,14 @@ class StreamDataset(IterableDataset):
         batch_size: int,
         rank: int,
         drop_last: bool = False,
+        mismatch: Mismatch | None = None,
     ) -> None:
         self.stream = stream
         self.window_plan = window_plan
         self.batch_size = batch_size
         self.rank = rank
         self.drop_last = drop_last
+        self.mismatch = mismatch
         self.skip = 0
 
     def windows(self) -> Iterator[list[dict[str, Any]]]:
@@ -152,8 +157,17 @@ class StreamDataset(IterableDataset):
             if step < self.skip:
                 continue
             plan = self.window_plan(window).step(0, 0)
-            for k, index in enumerate(plan.micro[self.rank]):
-                yield MicroBatch.from_rows([window[i] for i in index], index, plan.norm, step=step, k=k)
+            for k in range(len(plan.micro[self.rank])):
+                yield _item(window, plan, self.rank, k, step, self.mismatch)
+
+
+def _item(rows: Rows, plan: StepPlan, rank: int, k: int, step: int, mismatch: Mismatch | None) -> MicroBatch:
+    """Micro-batch ``k`` of a rank's share of a step."""
+    index = plan.micro[rank][k]
+    batch = MicroBatch.from_rows([rows[i] for i in index], index, plan.norm, step=step, k=k)
+    if mismatch is not None:
+        batch.companions = mismatch.companions(rows.__getitem__, plan, rank, k, step)
+    return batch
 
 
 class StreamLoader(StepLoader):
@@ -183,10 +197,20 @@ class EvalDataset(Dataset):
         micro_batch_size: most rows in one forward.
         world_size: data-parallel ranks.
         rank: this one.
+        mismatch: makes the companion of each, in the order of the set; None: they have none.
     """
 
-    def __init__(self, rows: Rows, sizes: RowSizes, micro_batch_size: int, world_size: int, rank: int) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        sizes: RowSizes,
+        micro_batch_size: int,
+        world_size: int,
+        rank: int,
+        mismatch: Mismatch | None = None,
+    ) -> None:
         self.rows = rows
+        self.mismatch = mismatch
         order = np.argsort(-sizes.tokens, kind="stable").tolist()
         bins = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
         self.items = to_ranks(bins, world_size)[rank]
@@ -200,7 +224,10 @@ class EvalDataset(Dataset):
 
     def __getitem__(self, item: int) -> MicroBatch:
         index = self.items[item]
-        return MicroBatch.from_rows([self.rows[i] for i in index], index, self.norm, step=item)
+        batch = MicroBatch.from_rows([self.rows[i] for i in index], index, self.norm, step=item)
+        if self.mismatch is not None:
+            batch.companions = self.mismatch.batches(self.rows.__getitem__, range(len(self.rows)), [index], self.norm, item)
+        return batch
 
     def __len__(self) -> int:
         return len(self.items)

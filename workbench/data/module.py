@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
+import numpy as np
 from datasets import Dataset, IterableDataset
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from workbench.data.loader import (
     row_sizes,
     sizes_of,
 )
+from workbench.data.mismatched import Mismatch
 from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
 from workbench.data.sources import load_source
@@ -181,6 +183,12 @@ class DataModule(L.LightningDataModule):
         """Where log-probabilities of a reference are kept: beside the prepared rows; None: the default cache."""
         return Path(self.cache_dir) / "reference" if self.cache_dir else None
 
+    def train_column(self, name: str) -> np.ndarray | None:
+        """A column of the prepared training rows, one number each; None for a stream, whose rows are not known."""
+        if self.streaming or self._train is None:
+            return None
+        return self._train.select_columns([name]).with_format("numpy")[:][name]
+
     def map_prepared(self, function: Callable[[Dataset, str], Dataset]) -> None:
         """Replaces every prepared set by ``function(rows, name)``, which may add columns but keeps rows and their order.
 
@@ -282,7 +290,7 @@ class DataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Micro-batches of this rank from the trainer's optimizer step on."""
-        rank = data_parallel(self.trainer.strategy).rank
+        rank, mismatch = data_parallel(self.trainer.strategy).rank, self._mismatch()
         options = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         if self.streaming:
             stream = StreamDataset(
@@ -291,9 +299,10 @@ class DataModule(L.LightningDataModule):
                 self.batch_size,
                 rank,
                 self.drop_last,
+                mismatch,
             )
             return StreamLoader(stream, lambda: self.trainer.global_step, num_workers=self.num_workers)
-        dataset = StepDataset(self._train, self.planner, rank)
+        dataset = StepDataset(self._train, self.planner, rank, mismatch)
         sampler = StepSampler(dataset, lambda: self.trainer.global_step, self.steps_per_epoch)
         return StepLoader(dataset, batch_size=None, sampler=sampler, **options)
 
@@ -303,9 +312,13 @@ class DataModule(L.LightningDataModule):
         rows = self.eval_micro_batch_size or self.micro_batch_size or min(self.batch_size, 64)
         loaders = []
         for prepared in self._evals.values():
-            dataset = EvalDataset(prepared, row_sizes(prepared), rows, world_size, rank)
+            dataset = EvalDataset(prepared, row_sizes(prepared), rows, world_size, rank, self._mismatch())
             loaders.append(StepLoader(dataset, batch_size=None, sampler=InOrder(dataset), num_workers=self.num_workers))
         return loaders
+
+    def _mismatch(self) -> Mismatch | None:
+        scope = self.trainer.lightning_module.mismatched
+        return scope and Mismatch(self.spec.row_limit, self.spec.truncation == "keep_end", scope)
 
     # -- resuming ---------------------------------------------------------------------------------------------------
 

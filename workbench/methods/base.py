@@ -56,6 +56,10 @@ class Method(L.LightningModule):
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
     """
 
+    mismatched: Scope | None = None  # whether micro-batches carry rows with exchanged completions, and among which rows
+    trains_prompts: ClassVar[bool] = False  # of pairs, with data.train_on=all
+    generates: ClassVar[bool] = True  # whether the model writes text; one that scores cannot be asked
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"  # of transformers, for what `save_pretrained` writes
     data_types: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -203,6 +207,10 @@ class Method(L.LightningModule):
         elif len(values):
             self._meter.add(name, values.amin() if kind == "min" else values.amax(), 1.0)
         else:
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics that are formed of others once those are whole, of a step or of an evaluation set."""
+        return {}
+
             self._meter.add(name, 0.0, 0.0)
 
     def record_step(self, loss: Tensor, batch: MicroBatch) -> None:
@@ -228,6 +236,7 @@ class Method(L.LightningModule):
         if self._closing and is_deepspeed(self.trainer.strategy):
             self._log_step(self.trainer.global_step)
 
+        metrics |= self.derived(metrics)
     def _finish_step(self, grad_norm: float) -> None:
         metrics = self._meter.compute(self.device, data_parallel_group(self.trainer.strategy))
         now = time.perf_counter()
@@ -273,6 +282,7 @@ class Method(L.LightningModule):
         """Logs each set's metrics as ``val/<metric>`` or, with several sets, ``val/<set>/<metric>``."""
         names = self.trainer.datamodule.eval_names
         for name, evaluation in zip(names, self._evaluations, strict=True):
+            metrics |= self.derived(metrics)
             prefix = f"val/{name}/" if len(names) > 1 else "val/"
             metrics = evaluation.compute(self.device, self.trainer.strategy)
             metrics = {prefix + key: value for key, value in metrics.items()}

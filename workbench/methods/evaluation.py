@@ -54,6 +54,7 @@ _TERM = "loss term "
 ComputeMetrics = Callable[[EvalPredictions], dict[str, float]]
 
 
+Finish = Callable[[dict[str, Tensor]], dict[str, float]]
 class Evaluation:
     """One pass over one evaluation set.
 
@@ -67,6 +68,8 @@ class Evaluation:
         self._coefficients: list[float] = []
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
+        self._kept: dict[str, list[Tensor]] = {}
+        self._finish: Finish | None = None
     def add(self, name: str, values: Tensor, weights: Tensor) -> None:
         """Adds to the mean of ``values`` under ``weights``."""
         self.meter.add(name, torch.where(weights == 0, 0.0, values.double() * weights).sum(), weights.sum())
@@ -83,6 +86,12 @@ class Evaluation:
             return
         index = batch.trained
         rows = batch.row[batch.segment[index]].cpu().numpy()
+    def keep(self, finish: Finish, **values: Tensor) -> None:
+        """Keeps values ``[n]``, of which ``finish`` makes metrics once it has those of the whole set."""
+        self._finish = finish
+        for name, part in values.items():
+            self._kept.setdefault(name, []).append(part.detach().cpu())
+
         columns = [t.cpu().numpy() for t in (top1, batch.tokens[index], logps.float())]
         for row in np.unique(rows):
             self._rows[int(row)] = tuple(c[rows == row] for c in columns)
@@ -103,4 +112,7 @@ class Evaluation:
         own = self.compute_metrics(EvalPredictions(order, predictions, labels, logps))
         if not isinstance(own, dict):
             raise UserError(f"compute_metrics must return a dict of numbers, not {type(own).__name__}.")
+        if self._finish is not None:
+            parts = gather({name: torch.cat(values) for name, values in self._kept.items()}, strategy)
+            metrics = {**self._finish({name: torch.cat([part[name] for part in parts]) for name in parts[0]}), **metrics}
         return metrics | {name: float(value) for name, value in own.items()}

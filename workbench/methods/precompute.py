@@ -70,7 +70,7 @@ def with_reference(
     if all(gather(found is not None, strategy)):  # processes on several machines may not see the same disk
         log.info("%s: reference log-probabilities of %s", name, file)
     else:
-        found = _compute(rows, compute, strategy, device, micro_batch_size, name)
+        found = per_row(rows, compute, strategy, device, micro_batch_size, f"Reference on {name}")
         if strategy.is_global_zero:
             _write(file, found)
         strategy.barrier("reference log-probabilities")
@@ -79,13 +79,23 @@ def with_reference(
     return rows.add_column(COLUMN, list(found))
 
 
-def _compute(
-    rows: Dataset, compute: Callable[[MicroBatch], Tensor], strategy: Strategy, device: torch.device, size: int, name: str
+def per_row(
+    rows: Dataset, compute: Callable[[MicroBatch], Tensor], strategy: Strategy, device: torch.device, size: int, title: str
 ) -> np.ndarray:
+    """Numbers of every row ``[rows, n]``, fp64, computed by all ranks together, each its share.
+
+    Args:
+        rows: prepared rows.
+        compute: ``n`` numbers for each row of a micro-batch, in order.
+        strategy: of the trainer.
+        device: to compute on.
+        size: most rows in one forward.
+        title: of the progress bar.
+    """
     world_size, rank = data_parallel(strategy)
     items = EvalDataset(rows, row_sizes(rows), size, world_size, rank)
     mine: dict[int, list[float]] = {}
-    bar = tqdm(range(len(items)), desc=f"Reference on {name}", delay=2, disable=not strategy.is_global_zero, leave=False)
+    bar = tqdm(range(len(items)), desc=title, delay=2, disable=not strategy.is_global_zero, leave=False)
     for item in bar:
         batch = items[item].to(device)
         sums = compute(batch).cpu()

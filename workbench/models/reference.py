@@ -13,8 +13,8 @@ Which kind stands in for the policy of the start:
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
 from workbench.models.peft import copy_adapter, single_adapter, use_adapter
-from workbench.models.policy import Policy, evaluating, shard
+from workbench.models.policy import Policy, PolicyOutput, evaluating, shard
 from workbench.models.save import merged_state_dict
 from workbench.strategies.shards import local, shard_like, whole
 
@@ -50,6 +50,10 @@ class Reference:
 
     def logps(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities ``[T]`` of ``batch.outputs``, nats, no gradient."""
+        return self.outputs(batch).logps
+
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
+        """What `Policy` gives, without gradient."""
         raise NotImplementedError
 
     def place(self, device: torch.device, precision: Any) -> None:
@@ -113,8 +117,8 @@ class FrozenCopy(Reference):
         self.fingerprint = fingerprint(model)
 
     @torch.no_grad()
-    def logps(self, batch: MicroBatch) -> Tensor:
-        return self.policy(batch).logps
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
+        return self.policy(batch, want)
 
     def place(self, device: torch.device, precision: Any) -> None:
         self.policy = precision.convert_module(self.policy).to(device)
@@ -154,9 +158,9 @@ class AdapterView(Reference):
         self.fingerprint = fingerprint(policy.hf, lambda p: id(p) not in trained)
 
     @torch.no_grad()
-    def logps(self, batch: MicroBatch) -> Tensor:
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
         with evaluating(self.beside), use_adapter(self.beside.hf, self.name):
-            return self.beside(batch).logps
+            return self.beside(batch, want)
 
     def weights(self) -> Weights:
         if self.name is None:
