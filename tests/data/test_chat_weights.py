@@ -147,7 +147,12 @@ def test_a_template_that_hides_the_assistant_is_an_error_before_training():
         ({"text": "plain"}, {"train_on": "assistant"}, "train_on=assistant is impossible with plain text language_modeling"),
         ({"text": "plain"}, {"train_on": "completion"}, "Allowed here: auto, all"),
         ({"prompt": "p", "completion": "c"}, {"train_on": "last_turn"}, "Allowed here: auto, completion, all"),
-        ({"prompt": "p", "chosen": "c", "rejected": "r"}, {"train_on": "all"}, "Allowed here: auto, completion"),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, {"train_on": "assistant"}, "Allowed here: auto, completion, all"),
+        (
+            {"prompt": "p", "chosen": "c", "rejected": "r", "reference": "g"},
+            {"train_on": "all"},
+            "Allowed here: auto, completion",
+        ),
         ({"prompt": "p"}, {"train_on": "completion"}, "impossible with plain text prompt_only"),
         ({"text": "plain"}, {"role_weights": {"user": 1.0}}, "role_weights has no effect"),
         ({"prompt": TALK[:2]}, {"role_weights": {"user": 1.0}}, "role_weights has no effect on conversational prompt_only"),

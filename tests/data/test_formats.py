@@ -1,4 +1,4 @@
-"""The six data types: detection, and one row of each brought to one form."""
+"""The seven data types: detection, and one row of each brought to one form."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from workbench.errors import UserError
 USER = {"role": "user", "content": "What color is the sky?"}
 BLUE = {"role": "assistant", "content": "It is blue."}
 GREEN = {"role": "assistant", "content": "It is green."}
+CLEAR = {"role": "assistant", "content": "Clear today."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 STANDARD = {
@@ -16,6 +17,7 @@ STANDARD = {
     "prompt_only": {"prompt": "The sky is"},
     "prompt_completion": {"prompt": "The sky is", "completion": " blue."},
     "preference": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+    "triple_preference": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green.", "reference": " clear."},
     "unpaired_preference": {"prompt": "The sky is", "completion": " blue.", "label": True},
     "stepwise_supervision": {"prompt": "2+3*4?", "completions": ["3*4=12", "2+12=15"], "labels": [1.0, 0.0]},
 }
@@ -24,6 +26,7 @@ CONVERSATIONAL = {
     "prompt_only": {"prompt": [USER]},
     "prompt_completion": {"prompt": [USER], "completion": [BLUE]},
     "preference": {"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]},
+    "triple_preference": {"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN], "reference": [CLEAR]},
     "unpaired_preference": {"prompt": [USER], "completion": [GREEN], "label": False},
     "stepwise_supervision": {"prompt": [USER], "completions": ["Think.", "Blue."], "labels": [1.0, 1.0]},
 }
@@ -47,6 +50,8 @@ def test_a_normal_row_is_detected_and_left_as_it_is(data_type, rows):
         (["conversations", "chosen", "rejected"], "preference"),
         (["chosen", "rejected"], "preference"),
         (["chosen_messages", "rejected_messages"], "preference"),
+        (["chosen", "rejected", "reference"], "triple_preference"),
+        (["prompt", "reference"], "prompt_only"),  # the reference is for the reward
         (["instruction", "input", "output"], "prompt_completion"),
         (["instruction", "context", "response", "category"], "prompt_completion"),
         (["instruction", "output", "label"], "unpaired_preference"),

@@ -58,6 +58,8 @@ def test_answers_are_right_and_wrong_answers_wrong(task):
         assert row["answer"] == solve(row["prompt"]) and row["answer"] == row["answer"].strip() != ""
     for row in make_rows(task, "preference", 300, conversational=False):
         assert row["chosen"] == solve(row["prompt"]) != row["rejected"] != ""
+    for row in make_rows(task, "triple_preference", 300, conversational=False):
+        assert row["reference"] == row["chosen"] == solve(row["prompt"]) != row["rejected"] != ""
     rows = make_rows(task, "unpaired_preference", 300, conversational=False)
     assert all((row["completion"] == solve(row["prompt"])) == row["label"] for row in rows)
     assert 100 < sum(row["label"] for row in rows) < 200

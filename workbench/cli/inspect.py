@@ -180,6 +180,7 @@ def inspect_config(cfg: DictConfig, **objects: Any) -> Inspection:
     rows = objects.pop("rows", options["rows"])
     L.seed_everything(node["seed"], workers=True, verbose=False)  # as training does, for sources that draw at random
     data = runs.build_data(node, objects)
+    _check_prompts(node, data)
     model = objects.get("model") or runs.instantiate(node["model"])
     tokenizer = objects.get("tokenizer") or _tokenizer(model)
     sets = inspect_sets(
@@ -200,6 +201,14 @@ def data_types(node: Mapping[str, Any]) -> tuple[str, ...]:
     if not node.get("method"):
         return DATA_TYPES
     return tuple(getattr(locate(node["method"]["_target_"]), "data_types", None) or DATA_TYPES)
+
+
+def _check_prompts(node: Mapping[str, Any], data: Any) -> None:
+    from workbench.data.targets import check_prompts_read
+    from workbench.run import locate
+
+    if node.get("method"):
+        check_prompts_read(data.spec.train_on, locate(node["method"]["_target_"]))
 
 
 def execution(cfg: DictConfig, node: Mapping[str, Any]) -> "Execution":

@@ -26,8 +26,9 @@ class Role(IntEnum):
 
 # Columns of a prepared row that hold its segments; every other column of numbers becomes one of `MicroBatch.extras`.
 SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
-# Roles whose trained tokens a loss may be divided by, and the `Normalisers` that count them.
-NORMALISED_ROLES = {Role.CHOSEN: "chosen", Role.GOLD: "gold"}
+# What counts the trained tokens of single completions in `Normalisers`, and the roles it counts where the first one is there. A
+# pair's prompt, if it is trained at all, goes before its chosen completion.
+NORMALISED_ROLES = {"chosen": (Role.CHOSEN, Role.PROMPT), "gold": (Role.GOLD,)}
 
 
 class MicroBatch:
@@ -51,8 +52,8 @@ class MicroBatch:
         norm: normalisers of the optimizer step that this belongs to.
         step: index of that step within the epoch.
         k: which of the step's ``norm.num_micro`` micro-batches on this rank.
-    """
         companions: further micro-batches that a method runs beside it (see `workbench.data.mismatched`).
+    """
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class MicroBatch:
         step: int = 0,
         k: int = 0,
         extras: dict[str, Tensor] | None = None,
-    ) -> None:
         companions: Sequence["MicroBatch"] = (),
+    ) -> None:
         self.tokens = tokens
         self.weights = weights
         self.starts = starts
@@ -79,8 +80,8 @@ class MicroBatch:
         self.step = step
         self.k = k
         self.extras = extras or {}
-
         self.companions = list(companions)
+
     @property
     def is_empty(self) -> bool:
         """True for the stand-in that keeps ranks in step: two untrained tokens, no row."""
@@ -142,8 +143,8 @@ class MicroBatch:
         single = torch.device(device).type == "mps"  # which has no fp64
         extras = {k: v.float() if single and v.dtype == torch.float64 else v for k, v in self.extras.items()}
         moved["extras"] = {k: v.to(device, **kwargs) for k, v in extras.items()}
-        return MicroBatch(**moved)
         moved["companions"] = [c.to(device, **kwargs) for c in self.companions]
+        return MicroBatch(**moved)
 
     @classmethod
     def from_rows(

@@ -23,7 +23,7 @@ from typing import Any
 from datasets import Audio, Dataset, DatasetDict, Features, Image, IterableDataset, IterableDatasetDict, List, Video
 
 from workbench.data import rows as arrow
-from workbench.data.formats import ALIASES, DATA_TYPES, DROP, TYPE_COLUMNS, detect_type, normalise_row
+from workbench.data.formats import ALIASES, DATA_TYPES, DROP, TYPE_COLUMNS, WITHOUT_TRIPLES, detect_type, normalise_row
 from workbench.errors import UserError, check_choice
 
 IMPLICIT = "implicit_preference"
@@ -127,7 +127,9 @@ def convert(dataset: AnyRows, to: str, from_: str | None = None) -> Any:
         return type(dataset)({split: convert(rows, to, from_) for split, rows in dataset.items()})
     if isinstance(dataset, Mapping):
         return convert([dict(dataset)], to, from_)
-    from_ = source_type(column_names(dataset)) if from_ is None else from_
+    if from_ is None:
+        columns = column_names(dataset)
+        from_ = detect_type(columns) if to == "triple_preference" else source_type(columns)
     check_choice("from_", from_, (*DATA_TYPES, IMPLICIT))
     if from_ == to:
         return dataset
@@ -136,9 +138,9 @@ def convert(dataset: AnyRows, to: str, from_: str | None = None) -> Any:
 
 
 def source_type(columns: Iterable[str]) -> str:
-    """`detect_type`, with ``implicit_preference`` told apart from ``preference``."""
+    """`detect_type`, with ``implicit_preference`` told apart from ``preference``, and triples the pairs that they hold."""
     columns = list(columns)
-    data_type = detect_type(columns)
+    data_type = detect_type(columns, WITHOUT_TRIPLES)
     names = {ALIASES.get(name, name) for name in columns}
     return IMPLICIT if data_type == "preference" and not names & {"prompt", "messages", "instruction"} else data_type
 

@@ -51,7 +51,7 @@ class Draft:
 
 @dataclass
 class RowDraft:
-    """The drafts of a row (two for a pair, else one), its scalars for the method, and its flags."""
+    """The drafts of a row (one for each answer of a pair or triple, else one), its scalars for the method, and its flags."""
 
     drafts: list[Draft]
     extras: dict[str, Any] = field(default_factory=dict)
@@ -109,9 +109,19 @@ class Drafter:
         return draft
 
     def _preference(self, row: dict[str, Any]) -> RowDraft:
-        chosen, rejected = (self._continuation(row, row[side]) for side in ("chosen", "rejected"))
         extras = {"margin": float(row["margin"])} if row.get("margin") is not None else {}
-        return RowDraft(chosen.drafts + rejected.drafts, extras, chosen.flags | rejected.flags)
+        return self._answers(row, ("chosen", "rejected"), extras)
+
+    def _triple_preference(self, row: dict[str, Any]) -> RowDraft:
+        return self._answers(row, ("chosen", "rejected", "reference"), {})
+
+    def _answers(self, row: dict[str, Any], columns: tuple[str, ...], extras: dict[str, Any]) -> RowDraft:
+        """The prompt with each of several answers."""
+        made = RowDraft([], extras)
+        for draft in (self._continuation(row, row[column]) for column in columns):
+            made.drafts += draft.drafts
+            made.flags |= draft.flags
+        return made
 
     def _prompt_only(self, row: dict[str, Any]) -> RowDraft:
         return RowDraft([Draft(self._prompt(row))]) if isinstance(row["prompt"], list) else self._plain_prompt(row)
@@ -150,7 +160,8 @@ class Drafter:
         conversation = self.renderer.locate(messages, **context, markers=marked) if located else None
         text = conversation.text if conversation else self.renderer.render(messages, **context)
         boundary = self.renderer.boundary(conversation, messages, count, **context) if split else 0
-        whole = self.data_type == "prompt_completion" and targets.train_on in ("all", "assistant", "last_turn")
+        by_turn = self.data_type == "prompt_completion" and targets.train_on in ("assistant", "last_turn")
+        whole = by_turn or targets.train_on == "all"
         first, start = (0, 0) if whole else (count, boundary)
         conversation = conversation or Conversation(text, tuple(m["role"] for m in messages))
         try:

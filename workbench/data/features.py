@@ -54,10 +54,9 @@ class Tokens:
     boundary: int
     steps: list[int]
 
-    @property
-    def trained(self) -> bool:
-        """Whether a token is trained; the first one has no context."""
-        return bool(self.weights[1:].any())
+    def trained(self, *, answer: bool) -> bool:
+        """Whether a token (of the completion, if ``answer``) is trained; the first one has no context."""
+        return bool(self.weights[max(1, self.boundary if answer else 0) :].any())
 
     def cut(self, limit: int, keep_end: bool) -> "Tokens":
         """The first or last ``limit`` tokens."""
@@ -204,7 +203,8 @@ class RowPreparer:
         if self.data_type == "stepwise_supervision":
             _mark_steps(sequences[0], row.extras)
         trains = self.data_type != "prompt_only"
-        if trains and not all(s.trained for s in sequences):
+        answers = self.data_type.endswith("preference")
+        if trains and not all(s.trained(answer=answers) for s in sequences):
             return Features(flags=flags | Flag.UNTRAINED, reason="untrained")
         limit = self.spec.row_limit
         if limit is not None and any(len(s.ids) > limit for s in sequences):
@@ -213,12 +213,12 @@ class RowPreparer:
             keep_end = self.spec.truncation == "keep_end"
             lost_end = not keep_end and any(s.weights[limit:].any() for s in sequences)
             sequences = [s.cut(limit, keep_end) if len(s.ids) > limit else s for s in sequences]
-            if trains and not all(s.trained for s in sequences):
+            if trains and not all(s.trained(answer=answers) for s in sequences):
                 return Features(flags=flags, reason="cut_away")
             flags |= Flag.TRUNCATED | (Flag.CUT_TERMINATOR if lost_end else Flag.NONE)
         if not len(sequences[0].ids):
             return Features(flags=flags, reason="empty")
-        if len(sequences) == 2 and np.array_equal(sequences[0].ids, sequences[1].ids):
+        if len(sequences) > 1 and np.array_equal(sequences[0].ids, sequences[1].ids):
             return Features(flags=flags, reason="identical_pair")
         features = _ASSEMBLE[self.data_type](sequences, Features(extras=row.extras, flags=flags))
         features.extras = {k: features.extras.get(k, 0.0) for k in self.extras}
@@ -258,17 +258,27 @@ def _completion(sequences: list[Tokens], features: Features) -> Features:
 
 
 def _pair(sequences: list[Tokens], features: Features) -> Features:
-    """The prompt once, as far as the two renderings agree on its tokens; nothing shared: each side whole."""
-    chosen, rejected = sequences
-    size = min(chosen.boundary, rejected.boundary)
-    differs = chosen.ids[:size] != rejected.ids[:size]
+    return _answers(sequences, features, (Role.CHOSEN, Role.REJECTED))
+
+
+def _triple(sequences: list[Tokens], features: Features) -> Features:
+    return _answers(sequences, features, (Role.CHOSEN, Role.REJECTED, Role.GOLD))
+
+
+def _answers(sequences: list[Tokens], features: Features, roles: tuple[Role, ...]) -> Features:
+    """The prompt once, as far as the renderings agree on its tokens; nothing shared: each side whole."""
+    size = min(s.boundary for s in sequences)
+    differs = np.any([s.ids[:size] != sequences[0].ids[:size] for s in sequences], axis=0)
     shared = int(differs.argmax()) if differs.any() else size
-    return _branches(sequences, shared, features, (Role.CHOSEN, Role.REJECTED))
+    for sequence in sequences:
+        # A trained prompt is trained where it is shared: what is left of it in an answer's segment is no answer.
+        sequence.weights[shared : sequence.boundary] = 0.0
+    return _branches(sequences, shared, features, roles)
 
 
 def _branches(sequences: list[Tokens], shared: int, features: Features, roles: tuple[Role, ...]) -> Features:
     if shared:
-        features.add(sequences[0].ids[:shared], np.zeros(shared), -1, Role.PROMPT)
+        features.add(sequences[0].ids[:shared], sequences[0].weights[:shared], -1, Role.PROMPT)
     for sequence, role in zip(sequences, roles, strict=True):
         features.add(sequence.ids[shared:], sequence.weights[shared:], 0 if shared else -1, role)
     return features
@@ -292,6 +302,7 @@ _ASSEMBLE = {
     "prompt_completion": _text,
     "prompt_only": _prompt,
     "preference": _pair,
+    "triple_preference": _triple,
     "unpaired_preference": _completion,
     "stepwise_supervision": _steps,
 }

@@ -1,4 +1,4 @@
-"""The six data types, in standard (text) and conversational (messages) form, and one row of them brought to one form.
+"""The seven data types, in standard (text) and conversational (messages) form, and one row of them brought to one form.
 
 ===================== ==================================== ===================================================
 type                  columns                              also read
@@ -8,6 +8,8 @@ prompt_only           prompt                               instruction (+ input,
 prompt_completion     prompt, completion                   instruction, output (+ input, history)
 preference            prompt, chosen, rejected             chosen, rejected with the prompt inside; conversations
                                                            or instruction as the prompt
+triple_preference     prompt, chosen, rejected, reference  as preference; the gold answer ``reference`` with or without
+                                                           the prompt inside
 unpaired_preference   prompt, completion, label            messages, label; instruction, output, label
 stepwise_supervision  prompt, completions, labels
 ===================== ==================================== ===================================================
@@ -22,7 +24,7 @@ from typing import Any
 from workbench.data.images import attach_images, refuse_audio
 from workbench.data.jsontext import decode_row
 from workbench.data.messages import Place, normalise_messages, normalise_tools, parse_bool, short
-from workbench.data.pairs import split_text, split_turns
+from workbench.data.pairs import after_prompt, split_text, split_turns
 from workbench.errors import UserError, check_choice
 
 DATA_TYPES = (
@@ -30,9 +32,12 @@ DATA_TYPES = (
     "prompt_only",
     "prompt_completion",
     "preference",
+    "triple_preference",
     "unpaired_preference",
     "stepwise_supervision",
 )
+# A triple is a pair with a gold answer beside it: what asks for pairs takes triples for them.
+WITHOUT_TRIPLES = tuple(name for name in DATA_TYPES if name != "triple_preference")
 DROP = "_drop"  # key of a row that can teach nothing; its value is the reason
 
 ALIASES = {
@@ -42,6 +47,7 @@ ALIASES = {
 # Most specific first: the first one whose columns are there wins.
 _SIGNATURES: tuple[tuple[str, tuple[set[str], ...]], ...] = (
     ("stepwise_supervision", ({"prompt", "completions", "labels"},)),
+    ("triple_preference", ({"chosen", "rejected", "reference"},)),
     ("preference", ({"chosen", "rejected"},)),
     (
         "unpaired_preference",
@@ -51,6 +57,7 @@ _SIGNATURES: tuple[tuple[str, tuple[set[str], ...]], ...] = (
     ("language_modeling", ({"messages"}, {"text"})),
     ("prompt_only", ({"prompt"}, {"instruction"})),
 )
+# Those that belong to a type wherever they stand; a ``reference`` is often the answer that a reward compares with.
 TYPE_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "completions", "labels")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Every column that `normalise_row` may read.
@@ -59,7 +66,7 @@ READ_COLUMNS = {
     *ALIASES,
     *SYSTEM_COLUMNS,
     *("instruction", "input", "context", "history", "output", "response"),
-    *("tools", "images", "image", "margin"),
+    *("tools", "images", "image", "margin", "reference"),
 }
 _IMAGE_WORDS = ("image", "img", "photo", "picture")
 # Other names that public data sets use for a column, for the hint in an error.
@@ -68,6 +75,7 @@ _OTHER_NAMES = {
     "completion": ("answer", "response", "output", "solution", "target", "completions"),
     "chosen": ("accepted", "preferred", "winner", "positive"),
     "rejected": ("dispreferred", "loser", "negative"),
+    "reference": ("gold", "golden", "ground_truth"),
     "label": ("kto_tag", "labels", "is_desirable"),
     "completions": ("steps", "completion"),
     "labels": ("label", "ratings"),
@@ -365,6 +373,26 @@ def _step_label(label: Any, place: Place) -> float:
 
 
 def _preference(reader: _Reader) -> dict[str, Any]:
+    prompt, chosen, rejected, identical = _pair(reader)
+    row = reader.prompt_and(prompt=prompt, chosen=chosen, rejected=rejected)
+    if reader.left.get("margin") is not None:
+        row["margin"] = _margin(reader.take("margin"), reader.place("margin"))
+    return {**row, DROP: "identical_pair"} if identical else row
+
+
+def _triple_preference(reader: _Reader) -> dict[str, Any]:
+    reference = reader.text_or_messages(reader.need("reference"), "reference")
+    implicit = all(reader.left.get(name) is None for name in ("prompt", "instruction"))
+    prompt, chosen, rejected, identical = _pair(reader)
+    if isinstance(reference, str) != isinstance(chosen, str):
+        raise reader.place("reference").error("one of chosen and reference is text, the other messages; use one form.")
+    gold = after_prompt(prompt, reference, reader.place("reference"), implicit=implicit)
+    row = reader.prompt_and(prompt=prompt, chosen=chosen, rejected=rejected, reference=gold)
+    return {**row, DROP: "identical_pair"} if identical else row
+
+
+def _pair(reader: _Reader) -> tuple[Any, Any, Any, bool]:
+    """Prompt, chosen, rejected, all text or all messages, and whether the two answers are one."""
     chosen = reader.text_or_messages(reader.need("chosen"), "chosen")
     rejected = reader.text_or_messages(reader.need("rejected"), "rejected")
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -378,10 +406,7 @@ def _preference(reader: _Reader) -> dict[str, Any]:
         prompt, chosen, rejected = split_turns(prompt, chosen, rejected, reader.place("prompt"))
     elif prompt is None:
         prompt, chosen, rejected = split_text(chosen, rejected)
-    row = reader.prompt_and(prompt=prompt, chosen=chosen, rejected=rejected)
-    if reader.left.get("margin") is not None:
-        row["margin"] = _margin(reader.take("margin"), reader.place("margin"))
-    return {**row, DROP: "identical_pair"} if identical else row
+    return prompt, chosen, rejected, identical
 
 
 def _margin(value: Any, place: Place) -> float:
@@ -396,6 +421,7 @@ _NORMALISERS = {
     "prompt_only": _prompt_only,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "triple_preference": _triple_preference,
     "unpaired_preference": _unpaired_preference,
     "stepwise_supervision": _stepwise_supervision,
 }

@@ -277,7 +277,8 @@ class Shower:
 
     def _dropped(self, sequence: Tokens, number: int, reason: str) -> _Part:
         """A sequence of a row that was left out."""
-        title = ("chosen", "rejected")[number] if self.data_type == "preference" else "text"
+        paired = self.data_type in ("preference", "triple_preference")
+        title = ("chosen", "rejected", "gold")[number] if paired else "text"
         part = _Part.of(title, sequence.ids, sequence.weights.copy())
         part.weights[:1] = 0.0
         if reason in ("cut_away", "too_long") and self.limit is not None and len(part.ids) > self.limit:

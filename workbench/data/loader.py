@@ -272,9 +272,9 @@ def _sizes(weights: _Lists, lengths: _Lists, roles: _Lists) -> RowSizes:
     role = np.repeat(roles[0], lengths[0])
     present = set(np.unique(roles[0]).tolist())
     by_role = {
-        name: np.bincount(row, np.where(role == kind, values, 0.0), len(tokens))
-        for kind, name in NORMALISED_ROLES.items()
-        if int(kind) in present
+        name: np.bincount(row, np.where(np.isin(role, kinds), values, 0.0), len(tokens))
+        for name, kinds in NORMALISED_ROLES.items()
+        if int(kinds[0]) in present
     }
     return RowSizes(tokens, np.bincount(row, values, len(tokens)), by_role)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
 from workbench.data.conversions import canonicalise, column_names
-from workbench.data.formats import ALIASES, SYSTEM_COLUMNS, detect_type
+from workbench.data.formats import ALIASES, SYSTEM_COLUMNS, WITHOUT_TRIPLES, detect_type
 from workbench.data.jsontext import decode_value, encode_value
 from workbench.data.streams import Draw, stream_of
 from workbench.errors import UserError, check_choice
@@ -56,7 +56,7 @@ def unify(datasets: list[Any], labels: list[str]) -> list[Rows]:
     Columns of other names (instruction, conversations, system, ...) are normalised first. A column that differs in type
     between sources becomes one of numbers if it holds numbers, else one of text with `encode_value`.
     """
-    types = [detect_type(column_names(dataset)) for dataset in datasets]
+    types = [detect_type(column_names(dataset), WITHOUT_TRIPLES) for dataset in datasets]
     if len(set(types)) > 1:
         listed = ", ".join(f"{label}: {data_type}" for label, data_type in zip(labels, types, strict=True))
         raise UserError(f"The sources of a mixture must have one data type; set convert on some of them. {listed}.")

@@ -30,6 +30,31 @@ def split_turns(
     return prompt, chosen, rejected
 
 
+def after_prompt(prompt: Messages | str, answer: Messages | str, place: Place, *, implicit: bool) -> Messages | str:
+    """A third answer without the prompt that the other two share, if it repeats it.
+
+    Args:
+        prompt: as found for the other two.
+        answer: the third one.
+        place: of it.
+        implicit: the prompt stood inside the other two, so that a text has to begin with it.
+    """
+    if isinstance(answer, list):
+        count = len(prompt) if isinstance(prompt, list) else 0
+        if count and len(answer) > count and answer[:count] == prompt:
+            return answer[count:]
+        starts_over = answer[0]["role"] != "assistant" and any(m["role"] == "user" for m in answer)
+    else:
+        if not implicit:
+            return answer
+        if len(answer) > len(prompt) and answer.startswith(prompt):
+            return answer[len(prompt) :]
+        starts_over = True
+    if starts_over:
+        raise place.error("it does not begin with the prompt that chosen and rejected share; give the prompt its own column.")
+    return answer
+
+
 def _common(chosen: Messages, rejected: Messages) -> int:
     limit = min(len(chosen), len(rejected)) - 1
     return next((i for i in range(limit) if chosen[i] != rejected[i]), limit)

@@ -61,7 +61,7 @@ def prepare(
     """Prepared rows and a report.
 
     Args:
-        dataset: raw rows of one of the six types.
+        dataset: raw rows of one of the seven types.
         tokenizer: with its chat template, if rows are conversations.
         spec: how they are prepared.
         num_proc: processes.
@@ -125,7 +125,8 @@ def _describe(report: PrepareReport, preparer: RowPreparer, first: Mapping[str, 
         report.template = preparer.renderer.describe()
         _check_variables(spec, preparer)
     if report.data_type != "prompt_only":
-        report.unused_columns = [c for c in first if c not in _READ_COLUMNS]
+        read = _READ_COLUMNS | ({"reference"} if report.data_type == "triple_preference" else set())
+        report.unused_columns = [c for c in first if c not in read]
     if report.unused_columns:
         log.info("%s: columns that nothing reads: %s.", name, ", ".join(report.unused_columns))
     report.warnings = [unread_column(c) for c in report.unused_columns if meant_by(c)]

@@ -17,6 +17,7 @@ Convert = Literal[
     "prompt_completion",
     "preference",
     "implicit_preference",
+    "triple_preference",
     "unpaired_preference",
     "stepwise_supervision",
 ]

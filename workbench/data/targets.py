@@ -18,8 +18,11 @@ _CHOICES: dict[tuple[str, bool], tuple[str, ...]] = {
     ("language_modeling", True): ("all", "assistant", "last_turn"),
     ("prompt_completion", False): ("completion", "all"),
     ("prompt_completion", True): ("completion", "all", "assistant", "last_turn"),
-    ("preference", False): ("completion",),
-    ("preference", True): ("completion", "assistant", "last_turn"),
+    # ``all`` trains the prompt too, once: a pair's own terms read the answers alone
+    ("preference", False): ("completion", "all"),
+    ("preference", True): ("completion", "all", "assistant", "last_turn"),
+    ("triple_preference", False): ("completion",),
+    ("triple_preference", True): ("completion", "assistant", "last_turn"),
     ("unpaired_preference", False): ("completion",),
     ("unpaired_preference", True): ("completion", "assistant", "last_turn"),
 }
@@ -49,6 +52,14 @@ def resolve_train_on(train_on: TrainOn, data_type: str, conversational: bool, we
     if train_on != "auto":
         return train_on
     return "assistant" if data_type == "language_modeling" else "completion"
+
+
+def check_prompts_read(train_on: TrainOn, method: Any) -> None:
+    """Raises `UserError` where ``train_on=all`` would train the prompts of pairs for a method (or a class of one) that reads
+    their answers alone."""
+    if train_on == "all" and "preference" in getattr(method, "data_types", ()) and not method.trains_prompts:
+        name = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise UserError(f"data.train_on=all has no effect with {name}, which reads the answers of a pair alone: leave it out.")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Normalisers:
         world_size: data-parallel ranks.
         scale: what the backward pass will divide by (K x ranks; DeepSpeed divides by K once more).
         constant: a constant length (Dr. GRPO), if the method sets one.
-        chosen: `tokens` of the chosen completions alone; None where the rows are no pairs.
+        chosen: `tokens` of the chosen completions alone, and of pairs' prompts where these are trained; None where the rows are
+            no pairs.
         gold: `tokens` of the gold completions of triples.
     """
 

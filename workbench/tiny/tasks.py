@@ -22,6 +22,7 @@ DataType = Literal[
     "prompt_only",
     "prompt_completion",
     "preference",
+    "triple_preference",
     "unpaired_preference",
     "stepwise_supervision",
 ]
@@ -181,9 +182,7 @@ def _text(completion: str | list[Row]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
-def _check(
-    task: str, type: str, size: int | None, split: str, conversational: bool | None, turns: int, margin: bool
-) -> None:
+def _check(task: str, type: str, size: int | None, split: str, conversational: bool | None, turns: int, margin: bool) -> None:
     check_choice("task", task, TASKS)
     check_choice("type", type, ROWS)
     check_choice("split", split, DRAWN_ROWS)
@@ -222,6 +221,11 @@ def _preference(task: Task, problem: tuple, errors: Random) -> Row:
     }
 
 
+def _triple_preference(task: Task, problem: tuple, errors: Random) -> Row:
+    row = _preference(task, problem, errors)
+    return {"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"], "reference": row["chosen"]}
+
+
 def _unpaired_preference(task: Task, problem: tuple, errors: Random) -> Row:
     label = errors.random() < 0.5
     steps = task.solve(problem, None if label else errors)
@@ -239,6 +243,7 @@ ROWS: dict[str, Callable[[Task, tuple, Random], Row]] = {
     "prompt_only": _prompt_only,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "triple_preference": _triple_preference,
     "unpaired_preference": _unpaired_preference,
     "stepwise_supervision": _stepwise_supervision,
 }
@@ -260,7 +265,7 @@ def _as_text(row: Row) -> Row:
 def _as_messages(row: Row) -> Row:
     if "text" in row:
         return {"messages": [_message("user", row["prompt"]), _message("assistant", row["text"])]}
-    roles = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+    roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
     return {key: [_message(roles[key], value)] if key in roles else value for key, value in row.items()}
 
 
