@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import DATA, MODEL, SaveAt, assert_same_trajectory, deviation, run_method
 
+from workbench.callbacks.averaging import EMA
 from workbench.data.module import DataModule
 from workbench.errors import UserError
 from workbench.methods.dpo import DPO
@@ -441,3 +442,28 @@ def test_a_bare_trainer_and_the_configured_one_agree(tmp_path):
     module = DPO(MODEL, optim=functools.partial(adamw, lr=1e-3))
     assert data.batch_size == 8
     assert module.data_types == ("preference",)
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_a_reference_that_follows_an_average(tmp_path, peft):
+    """With an average that keeps nothing of the past, the reference of every other step is the policy; it resumes."""
+
+    def average():
+        return EMA(decay=0.0, update_ref_model=True, ref_model_update_freq=2)
+
+    options = {"peft": peft, "beta": 0.3}
+    whole, _, _ = run(SHUFFLED, options, {"max_steps": 6}, callbacks=[average(), SaveAt(tmp_path, [3])])
+    losses = [step["train/loss"] for step in whole]
+    assert all(losses[i] == pytest.approx(math.log(2), rel=1e-6) for i in (0, 2, 4))
+    assert all(abs(losses[i] - math.log(2)) > 1e-4 for i in (1, 3, 5))
+    rest, _, _ = run(SHUFFLED, options, {"max_steps": 6}, callbacks=[average()], checkpoint=tmp_path / "3.ckpt")
+    assert_same(rest, whole[3:])
+
+
+def test_an_average_needs_a_reference_to_move():
+    with pytest.raises(UserError, match="update_ref_model=true needs a method with a reference that can move"):
+        run(method={"reference_free": True}, callbacks=[EMA(update_ref_model=True)])
+    with pytest.raises(UserError, match="both move the reference"):
+        run(method={"sync_ref_model": True}, callbacks=[EMA(update_ref_model=True)])
+    with pytest.raises(UserError, match="have no effect with update_ref_model=false"):
+        EMA(ref_model_update_freq=3)

@@ -32,6 +32,9 @@ class WeightAverage(Callback):
         evaluate: validate with the average instead of the current weights.
         apply_at_end: leave the average in the module when training ends, so that it is what is saved.
         export_dir: also write the averaged model there in the end (``save_pretrained``).
+        update_ref_model: let the reference of a preference method be the average.
+        ref_model_update_freq: optimizer steps between two updates of the reference.
+        ref_model_update_after: step of its first update.
     """
 
     kept: tuple[str, ...] = ("average",)
@@ -44,6 +47,9 @@ class WeightAverage(Callback):
         evaluate: bool = False,
         apply_at_end: bool = True,
         export_dir: str | None = None,
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ) -> None:
         if update_freq < 1 or update_after < 0:
             raise UserError(f"update_freq={update_freq} must be at least 1 and update_after={update_after} at least 0.")
@@ -52,7 +58,17 @@ class WeightAverage(Callback):
         self.device = device
         self.evaluate = evaluate
         self.apply_at_end = apply_at_end
+        if ref_model_update_freq < 1 or ref_model_update_after < 0:
+            raise UserError(
+                f"ref_model_update_freq={ref_model_update_freq} must be at least 1 and ref_model_update_after="
+                f"{ref_model_update_after} at least 0."
+            )
+        if not update_ref_model and (ref_model_update_freq, ref_model_update_after) != (400, 0):
+            raise UserError("ref_model_update_freq and ref_model_update_after have no effect with update_ref_model=false.")
         self.export_dir = export_dir
+        self.update_ref_model = update_ref_model
+        self.ref_model_update_freq = ref_model_update_freq
+        self.ref_model_update_after = ref_model_update_after
         self.average: Weights = {}
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._loaded: dict[str, Weights] = {}
@@ -84,6 +100,11 @@ class WeightAverage(Callback):
                 f"{type(self).__name__} cannot average weights that DeepSpeed stage 3 has split up; use strategy=fsdp2 or "
                 "deepspeed_stage_2."
             )
+        if self.update_ref_model and getattr(pl_module, "reference", None) is None:
+            raise UserError(
+                f"callbacks: {type(self).__name__}.update_ref_model=true needs a method with a reference that can move, and "
+                f"{type(pl_module).__name__} has none (or has precomputed it); set it to false."
+            )
         self._parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         for attribute in self.kept:
             setattr(self, attribute, {})
@@ -103,6 +124,9 @@ class WeightAverage(Callback):
             self.start(self._copy())
         elif self.average and (step - self.update_after) % self.update_freq == 0:
             self.update(self._read(), step)
+        past = step - self.ref_model_update_after
+        if self.update_ref_model and self.average and past >= 0 and past % self.ref_model_update_freq == 0:
+            pl_module.move_reference({name.removeprefix("policy."): weight for name, weight in self.average.items()})
 
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Exports the average, and leaves it in the module where that is asked for."""
@@ -205,6 +229,9 @@ class EMA(WeightAverage):
         evaluate: validate with the average instead of the current weights.
         apply_at_end: leave the average in the module when training ends, so that it is what is saved.
         export_dir: also write the averaged model there in the end (``save_pretrained``).
+        update_ref_model: let the reference of a preference method be the average.
+        ref_model_update_freq: optimizer steps between two updates of the reference.
+        ref_model_update_after: step of its first update.
     """
 
     def __init__(
@@ -216,8 +243,12 @@ class EMA(WeightAverage):
         evaluate: bool = False,
         apply_at_end: bool = True,
         export_dir: str | None = None,
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ) -> None:
-        super().__init__(update_freq, update_after, device, evaluate, apply_at_end, export_dir)
+        shared = (update_freq, update_after, device, evaluate, apply_at_end, export_dir)
+        super().__init__(*shared, update_ref_model, ref_model_update_freq, ref_model_update_after)
         if not 0 <= decay < 1:
             raise UserError(f"EMA decay={decay} must be at least 0 and below 1.")
         self.decay = decay
@@ -250,6 +281,9 @@ class BEMA(WeightAverage):
         evaluate: validate with the average instead of the current weights.
         apply_at_end: leave the average in the module when training ends, so that it is what is saved.
         export_dir: also write the averaged model there in the end (``save_pretrained``).
+        update_ref_model: let the reference of a preference method be the average.
+        ref_model_update_freq: optimizer steps between two updates of the reference.
+        ref_model_update_after: step of its first update.
     """
 
     kept = ("average", "ema", "initial")
@@ -267,8 +301,12 @@ class BEMA(WeightAverage):
         evaluate: bool = False,
         apply_at_end: bool = True,
         export_dir: str | None = None,
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ) -> None:
-        super().__init__(update_freq, update_after, device, evaluate, apply_at_end, export_dir)
+        shared = (update_freq, update_after, device, evaluate, apply_at_end, export_dir)
+        super().__init__(*shared, update_ref_model, ref_model_update_freq, ref_model_update_after)
         if lag < 0 or multiplier < 0 or lag + multiplier <= 0 or not 0 <= min_ema_multiplier <= 1:
             raise UserError(
                 f"BEMA needs lag={lag} and multiplier={multiplier} not negative and not both 0, and "

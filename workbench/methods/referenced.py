@@ -140,7 +140,13 @@ class Referenced(Method):
             return FrozenCopy(self.policy, self._load_ref_model())
         if self.ref_adapter is not None:
             return AdapterView(self.policy, self._adapter_to_compare_with())
-        return at_start(self.policy, moving=self.sync_ref_model)
+        callbacks = self.trainer.callbacks if self._trainer is not None else []
+        averaged = any(getattr(callback, "update_ref_model", False) for callback in callbacks)
+        if averaged and self.sync_ref_model:
+            raise UserError(
+                "method.sync_ref_model and a callback's update_ref_model both move the reference; turn one of them off."
+            )
+        return at_start(self.policy, follows="policy" if self.sync_ref_model else "average" if averaged else None)
 
     def _load_ref_model(self) -> PreTrainedModel:
         given = self.ref_model if isinstance(self.ref_model, torch.nn.Module) else as_spec(self.ref_model)

@@ -171,21 +171,22 @@ class AdapterView(Reference):
         return {name: p for name, p in own.items() if name in named and named[name].requires_grad}
 
 
-def at_start(policy: Policy, *, moving: bool = False) -> Reference:
+def at_start(policy: Policy, *, follows: Literal["policy", "average"] | None = None) -> Reference:
     """A reference with the policy's weights as they are now.
 
     Args:
         policy: before its first step, not sharded.
-        moving: it will follow the policy, and so needs weights of its own.
+        follows: what it will move towards: the ``policy``, by shares, or an ``average`` of its trained parameters; it then needs
+            weights of its own. None: nothing.
     """
     if not isinstance(policy.hf, PeftModel):
         return FrozenCopy(policy, copy.deepcopy(policy.hf))
     name = single_adapter(policy.hf)
     if getattr(policy.hf.peft_config[name], "bias", "none") != "none":
         return FrozenCopy(policy, copy.deepcopy(policy.hf))
-    if moving:
+    if follows == "policy":
         return MergedCopy(policy)
-    if changes_nothing(policy.hf, name):
+    if follows is None and changes_nothing(policy.hf, name):
         return AdapterView(policy, None)
     copy_adapter(policy.hf, name, COPY)
     return AdapterView(policy, COPY)
