@@ -23,7 +23,6 @@ from workbench.methods.generate import Prompt, generate_texts
 from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_optimizer, build_scheduler
 from workbench.methods.resume import KEY, rewrite_position
-from workbench.models.heads import is_classifier
 from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
@@ -56,11 +55,11 @@ class Method(L.LightningModule):
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
     """
 
+    data_types: ClassVar[tuple[str, ...]] = ()
     mismatched: Scope | None = None  # whether micro-batches carry rows with exchanged completions, and among which rows
     trains_prompts: ClassVar[bool] = False  # of pairs, with data.train_on=all
     generates: ClassVar[bool] = True  # whether the model writes text; one that scores cannot be asked
     auto_class: ClassVar[str] = "AutoModelForCausalLM"  # of transformers, for what `save_pretrained` writes
-    data_types: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -138,8 +137,7 @@ class Method(L.LightningModule):
         if isinstance(self.model_spec, ModelSpec):
             fit_vocabulary(model, self.tokenizer, self.model_spec)
         base = unwrap(model)
-        if not is_classifier(base):
-            check_head(base)
+        check_head(base)
         check_layout(base, self.layout)
         hf = apply_peft(model, self.peft_spec)
         if self.disable_dropout:
@@ -207,11 +205,11 @@ class Method(L.LightningModule):
         elif len(values):
             self._meter.add(name, values.amin() if kind == "min" else values.amax(), 1.0)
         else:
+            self._meter.add(name, 0.0, 0.0)
+
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics that are formed of others once those are whole, of a step or of an evaluation set."""
         return {}
-
-            self._meter.add(name, 0.0, 0.0)
 
     def record_step(self, loss: Tensor, batch: MicroBatch) -> None:
         """Adds a micro-batch's share of the step's loss, and its tokens."""
@@ -236,9 +234,9 @@ class Method(L.LightningModule):
         if self._closing and is_deepspeed(self.trainer.strategy):
             self._log_step(self.trainer.global_step)
 
-        metrics |= self.derived(metrics)
     def _finish_step(self, grad_norm: float) -> None:
         metrics = self._meter.compute(self.device, data_parallel_group(self.trainer.strategy))
+        metrics |= self.derived(metrics)
         now = time.perf_counter()
         tokens = metrics.pop("num_tokens", 0.0)
         self.num_tokens += int(tokens)
@@ -282,9 +280,9 @@ class Method(L.LightningModule):
         """Logs each set's metrics as ``val/<metric>`` or, with several sets, ``val/<set>/<metric>``."""
         names = self.trainer.datamodule.eval_names
         for name, evaluation in zip(names, self._evaluations, strict=True):
-            metrics |= self.derived(metrics)
             prefix = f"val/{name}/" if len(names) > 1 else "val/"
             metrics = evaluation.compute(self.device, self.trainer.strategy)
+            metrics |= self.derived(metrics)
             metrics = {prefix + key: value for key, value in metrics.items()}
             self.log_dict({**metrics, "step": float(self.trainer.global_step)}, on_epoch=True, batch_size=1)
         self._last_time = None

@@ -126,6 +126,7 @@ class Policy(nn.Module):
         if TOKEN_STATS & set(want):
             predicting = hidden[inputs.index[batch.predictors()]]
             out.hidden = predicting if "hidden" in want else None
+        if TOKEN_STATS & set(want) - {"hidden"}:
             targets = batch.tokens[batch.outputs]
             stats = token_logps(predicting, Head.of(self.causal_lm), targets, temperature=temperature, want=want)
             for name, values in vars(stats).items():
@@ -139,7 +140,8 @@ class Policy(nn.Module):
         return batch.weights[batch.outputs]
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        head = classification_head(self.hf)
+        head, dropout = classification_head(self.hf), getattr(self.causal_lm, "dropout", None)
+        hidden = dropout(hidden) if isinstance(dropout, nn.Dropout) else hidden  # that of token classifiers
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(next(head.parameters()).dtype)  # an adapter trains the head in fp32
         return head(hidden).float()
@@ -163,7 +165,11 @@ class Policy(nn.Module):
             raise UserError(
                 f"router_aux_loss_coef: {type(model).__name__} has no router to balance; set method.router_aux_loss_coef=null."
             )
-        return loss(router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+        if hasattr(model, "num_experts"):
+            return loss(router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+        config = model.config.get_text_config()  # classifiers know no numbers
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        return loss(router_logits, experts, config.num_experts_per_tok, attention_mask)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:

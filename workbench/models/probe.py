@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from workbench.data.batch import MicroBatch, Role
 from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
+from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout
 from workbench.models.logps import Head
 from workbench.models.policy import Policy, evaluating
@@ -58,31 +59,46 @@ def _documents(vocab_size: int) -> MicroBatch:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Compares the model's own logits with those formed from its hidden states and head.
+    """Compares the model's own logits (a classifier's outputs) with those formed from its hidden states and head.
 
     Raises:
         UserError: they differ, so the model does something to its logits that `Head` does not know.
     """
-    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    tokens = [i % config.vocab_size for i in range(1, 10) if i != config.pad_token_id]  # sequence classifiers skip padding
+    ids = torch.tensor([tokens[:8]], device=model.device)
     with evaluating(model):
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        actual = Head.of(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    difference = (expected.log_softmax(-1) - actual.log_softmax(-1)).abs().mean().item()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        if is_classifier(model):
+            actual = classification_head(model)(hidden).float()
+            actual = actual if expected.dim() == actual.dim() else actual[:, -1]
+            difference = relative_difference(expected, actual)
+        else:
+            actual = Head.of(model)(hidden)
+            difference = (expected.log_softmax(-1) - actual.log_softmax(-1)).abs().mean().item()
     if not difference <= _tolerance(model.dtype):
         raise UserError(
-            f"{type(model).__name__} changes its logits in a way that is not known here (mean difference {difference:.3g} nats); "
+            f"{type(model).__name__} changes its logits in a way that is not known here (mean difference {difference:.3g}); "
             "this model family is not supported."
         )
 
 
 @torch.no_grad()
 def layout_difference(model: PreTrainedModel, layout: Layout) -> float:
-    """Mean difference in nats between the log-probabilities under ``layout`` and ``padded``."""
+    """Mean difference between what the model computes under ``layout`` and under ``padded``: of log-probabilities in nats, of a
+    classifier's hidden states (whose head may still be anything) relative to their size."""
     model = _exact_copy(model)
     batch = _documents(model.config.get_text_config().vocab_size).to(model.device)
+    wanted = "hidden" if is_classifier(model) else "logps"
     with evaluating(model):
-        logps: list[Tensor] = [Policy(model, layout=name)(batch).logps for name in ("padded", layout)]
-    return (logps[0] - logps[1]).abs().mean().item()
+        padded, other = (getattr(Policy(model, layout=name)(batch, [wanted]), wanted) for name in ("padded", layout))
+    return relative_difference(padded, other) if wanted == "hidden" else (padded - other).abs().mean().item()
+
+
+def relative_difference(expected: Tensor, actual: Tensor) -> float:
+    """Mean difference divided by the mean size."""
+    return ((expected - actual).abs().mean() / expected.abs().mean().clamp(min=torch.finfo(torch.float32).tiny)).item()
 
 
 def check_layout(model: PreTrainedModel, layout: Layout) -> None:
@@ -91,8 +107,9 @@ def check_layout(model: PreTrainedModel, layout: Layout) -> None:
         return
     difference = layout_difference(model, layout)
     if not difference <= _tolerance(torch.float32):
+        what = "hidden states differ by" if is_classifier(model) else "log-probabilities in nats differ by"
         raise UserError(
-            f"method.layout={layout}: {type(model).__name__} does not keep packed documents apart (log-probabilities differ by "
-            f"{difference:.3g} nats); set method.layout=padded."
+            f"method.layout={layout}: {type(model).__name__} does not keep packed documents apart ({what} {difference:.3g}); "
+            "set method.layout=padded."
         )
-    log.info("layout %s: log-probabilities equal the padded ones to %.1e", layout, difference)
+    log.info("layout %s: the numbers equal the padded ones to %.1e", layout, difference)
