@@ -204,11 +204,13 @@ def data_types(node: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_prompts(node: Mapping[str, Any], data: Any) -> None:
-    from workbench.data.targets import check_prompts_read
+    from workbench.data.targets import check_prompts_read, check_tokens_read
     from workbench.run import locate
 
     if node.get("method"):
-        check_prompts_read(data.spec.train_on, locate(node["method"]["_target_"]))
+        method = locate(node["method"]["_target_"])
+        check_tokens_read(data.spec.train_on, data.spec.role_weights, method)
+        check_prompts_read(data.spec.train_on, method)
 
 
 def execution(cfg: DictConfig, node: Mapping[str, Any]) -> "Execution":

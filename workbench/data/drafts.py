@@ -26,6 +26,7 @@ class Flag(IntFlag):
     OPEN_MARKERS = 128
     OTHER_ROLES = 256
     PROMPT_DIFFERS = 512
+    NO_MARGIN = 1024
 
 
 @dataclass

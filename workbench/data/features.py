@@ -35,6 +35,8 @@ _EXTRAS = {
     "unpaired_preference": {"label": pa.bool_()},
     "stepwise_supervision": {"labels": pa.list_(pa.float32())},
 }
+# What truncation cut off a labelled completion's end, as far as a row with a shorter prompt has room for it.
+_TAIL = {"tail_ids": pa.list_(pa.int32()), "tail_weights": pa.list_(pa.float32())}
 _NOTES = {"_flags": pa.int32(), "_reason": pa.int8(), "_note": pa.string()}
 
 
@@ -79,6 +81,8 @@ class Features:
     parents: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
+    tail_ids: list[int] = field(default_factory=list)
+    tail_weights: list[float] = field(default_factory=list)
     flags: Flag = Flag.NONE
     reason: str = ""
     note: str | None = None
@@ -121,6 +125,7 @@ class RowPreparer:
         )
         extras = _EXTRAS.get(data_type, {})
         self.extras = {k: v for k, v in extras.items() if k != "margin" or "margin" in columns}
+        self.tail = _TAIL if data_type == "unpaired_preference" else {}
 
     def features(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Features]:
         """Features of raw rows; ``indices`` are their numbers for messages."""
@@ -143,7 +148,7 @@ class RowPreparer:
             "input_ids": _lists([r.ids for r in rows], pa.int32()),
             "weights": _lists([r.weights for r in rows], pa.float32()),
         }
-        for name, kind in _COLUMNS.items():
+        for name, kind in {**_COLUMNS, **self.tail}.items():
             if name not in columns:
                 columns[name] = pa.array([getattr(r, name) for r in rows], kind)
         for name, kind in self.extras.items():
@@ -201,12 +206,14 @@ class RowPreparer:
         """Truncates, judges and assembles."""
         flags = row.flags
         if self.data_type == "stepwise_supervision":
-            _mark_steps(sequences[0], row.extras)
+            _mark_steps(sequences[0], row.extras, last_alone=self.spec.train_on == "last_step")
+        if "margin" in self.extras and "margin" not in row.extras:
+            flags |= Flag.NO_MARGIN
         trains = self.data_type != "prompt_only"
         answers = self.data_type.endswith("preference")
         if trains and not all(s.trained(answer=answers) for s in sequences):
             return Features(flags=flags | Flag.UNTRAINED, reason="untrained")
-        limit = self.spec.row_limit
+        limit, whole = self.spec.row_limit, sequences[0]
         if limit is not None and any(len(s.ids) > limit for s in sequences):
             if self.spec.truncation == "drop":
                 return Features(flags=flags, reason="too_long")
@@ -221,6 +228,9 @@ class RowPreparer:
         if len(sequences) > 1 and np.array_equal(sequences[0].ids, sequences[1].ids):
             return Features(flags=flags, reason="identical_pair")
         features = _ASSEMBLE[self.data_type](sequences, Features(extras=row.extras, flags=flags))
+        if self.tail and flags & Flag.TRUNCATED and self.spec.truncation == "keep_start":
+            room = slice(limit, limit + whole.boundary)
+            features.tail_ids, features.tail_weights = whole.ids[room].tolist(), whole.weights[room].tolist()
         features.extras = {k: features.extras.get(k, 0.0) for k in self.extras}
         return features
 
@@ -236,12 +246,13 @@ def _lists(arrays: list[np.ndarray], kind: pa.DataType) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), kind))
 
 
-def _mark_steps(sequence: Tokens, extras: dict[str, Any]) -> None:
-    """Weight 1 on the last token of each step that has a label."""
+def _mark_steps(sequence: Tokens, extras: dict[str, Any], *, last_alone: bool) -> None:
+    """Weight 1 on the last token of each step that has a label, or of the last step alone."""
     ends = [sequence.boundary, *sequence.steps]
     if any(a >= b for a, b in pairwise(ends)):
         raise UserError("A step of a stepwise row has no token of its own: give it text, or another data.step_separator.")
-    for end, label in zip(sequence.steps, extras["labels"], strict=True):
+    steps = list(zip(sequence.steps, extras["labels"], strict=True))
+    for end, label in steps[-1:] if last_alone else steps:
         sequence.weights[end - 1] = float(label != -100)
 
 

@@ -18,6 +18,7 @@ stepwise_supervision  prompt, completions, labels
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -411,9 +412,12 @@ def _pair(reader: _Reader) -> tuple[Any, Any, Any, bool]:
 
 def _margin(value: Any, place: Place) -> float:
     try:
-        return float(value)
+        margin = float(value)
     except (TypeError, ValueError):
         raise place.error(f"{short(value)} is not a number.") from None
+    if not math.isfinite(margin):
+        raise place.error(f"{short(value)} is not a finite number.")
+    return margin
 
 
 _NORMALISERS = {

@@ -221,13 +221,12 @@ class _Inspector:
     def evaluation(self, name: str, rows: int | Sequence[int]) -> SetInspection:
         data = self.data
         raw = data.load_eval(name, self.data_types)
-        spec = data.spec if data.eval_packing in (None, True) else replace(data.spec, packing=None)
 
         def prepared(spec: PrepareSpec) -> tuple[Dataset | IterableDataset, PrepareReport]:
             own = _copy(data, eval_source={name: raw}, eval_size=None, spec=spec)
             return own.prepare_eval(self.tokenizer, self.data_types)[name], own.reports[name]
 
-        return self._inspect(name, raw, spec, prepared, rows)
+        return self._inspect(name, raw, data.eval_spec, prepared, rows)
 
     def _inspect(
         self, name: str, raw: Dataset, spec: PrepareSpec, prepared: Prepared, rows: int | Sequence[int]

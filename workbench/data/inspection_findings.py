@@ -195,6 +195,8 @@ class _Judge:
         yield from self._share("duplicates", counts.duplicates, text, of=counts.rows, only_warn=True)
         text = "are in the training set as well: take them out of one of the two, or the measure means little"
         yield from self._share("leak", data.also_in_train, text, of=counts.rows)
+        text = "have no margin, which counts as 0: give them one, or leave the column out"
+        yield from self._share("margin", data.report.no_margin, text, only_warn=True)
         if len(data.labels) == 1 and data.report.rows_out > 1:
             label = next(iter(data.labels))
             yield self._warning("labels", f"all labels are {label}: there is nothing to tell apart.")

@@ -31,7 +31,7 @@ from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
 from workbench.data.sources import load_source
 from workbench.data.splits import split_off
-from workbench.data.targets import check_prompts_read
+from workbench.data.targets import check_prompts_read, check_tokens_read
 from workbench.errors import UserError, check_at_least
 from workbench.strategies.info import backward_divisor, data_parallel
 
@@ -159,8 +159,7 @@ class DataModule(L.LightningDataModule):
 
     def prepare_eval(self, tokenizer: PreTrainedTokenizerBase, data_types: tuple[str, ...]) -> dict[str, Dataset]:
         """The prepared rows of each evaluation set."""
-        packing = self.spec.packing if self.eval_packing in (None, True) else None
-        spec = replace(self.spec, data_types=tuple(data_types), packing=packing)
+        spec = replace(self.eval_spec, data_types=tuple(data_types))
         prepared = {}
         for name in self.eval_names:
             self._eval_rows[name] = self.load_eval(name, data_types)
@@ -168,6 +167,12 @@ class DataModule(L.LightningDataModule):
                 self._eval_rows[name], tokenizer, spec, num_proc=self.num_proc, cache_dir=self.cache_dir, name=name
             )
         return prepared
+
+    @property
+    def eval_spec(self) -> PrepareSpec:
+        """How evaluation rows are prepared: all steps of a solution are judged, also where training has the last one alone."""
+        packing = self.spec.packing if self.eval_packing in (None, True) else None
+        return replace(self.spec, packing=packing, train_on=self.spec.train_on if self.spec.train_on != "last_step" else "auto")
 
     def eval_rows(self, name: str | None = None, limit: int | None = None) -> list[dict[str, Any]]:
         """Rows of an evaluation set to generate from: ``prompt``, ``reference`` and the row's other columns."""
@@ -208,6 +213,7 @@ class DataModule(L.LightningDataModule):
         refuse_batch_size_search(self.trainer)
         method = self.trainer.lightning_module
         strategy = self.trainer.strategy
+        check_tokens_read(self.spec.train_on, self.spec.role_weights, method)
         check_prompts_read(self.spec.train_on, method)
         if not strategy.is_global_zero:
             strategy.barrier("prepare")

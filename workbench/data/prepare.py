@@ -45,6 +45,7 @@ _COUNTED = {
     Flag.OPEN_MARKERS: "open_markers",
     Flag.OTHER_ROLES: "other_roles",
     Flag.PROMPT_DIFFERS: "prompt_differs",
+    Flag.NO_MARGIN: "no_margin",
 }
 _LARGE_SHARE = 0.1  # of rows dropped or without a trained token, from which on it is a warning
 
@@ -240,6 +241,8 @@ def _warn(report: PrepareReport, preparer: RowPreparer) -> None:
             f"{report.prompt_differs} of {rows} rows do not begin with the tokens of their prompt alone (a space at the end "
             "joins the answer, or the template asks with an open thinking block): it is asked otherwise than it is trained."
         )
+    if report.no_margin:
+        say(f"{report.no_margin} of {rows} rows have no margin, which counts as 0.")
     if report.cut_before_terminator >= _LARGE_SHARE * rows:
         say(f"{report.cut_before_terminator} of {rows} rows lose their end to data.max_length={preparer.spec.max_length}.")
     if report.template and "strftime_now" in preparer.renderer.template():
@@ -311,7 +314,7 @@ class _StreamPreparer:
 
 
 def _feature_names(preparer: RowPreparer) -> list[str]:
-    return ["input_ids", "weights", "lengths", "parents", "roles", *preparer.extras]
+    return ["input_ids", "weights", "lengths", "parents", "roles", *preparer.tail, *preparer.extras]
 
 
 def _stream(dataset: IterableDataset, preparer: RowPreparer, report: PrepareReport, name: str) -> IterableDataset:

@@ -22,7 +22,8 @@ class PrepareSpec:
     Args:
         max_length: longest sequence in tokens, prompt and completion together; with ``packing`` the size of a pack. None: any.
         truncation: what a longer one keeps, its start or its end; ``drop`` leaves the row out.
-        train_on: ``all`` tokens, the ``completion``, every ``assistant`` turn, or the ``last_turn`` of the assistant;
+        train_on: ``all`` tokens, the ``completion``, every ``assistant`` turn, or the ``last_turn`` of the assistant; of
+            stepwise supervision ``all`` labelled steps, or the ``last_step`` in training and all of them in evaluation.
             ``auto``: the completion where there is one, else all.
         role_weights: train messages by role, for example ``{assistant: 1, tool: 0.1}``; others weigh 0. ``reasoning`` is
             the reasoning within assistant turns.
@@ -120,6 +121,7 @@ class PrepareReport:
         text_dropped: rows with an assistant's text or tool calls that the template does not print.
         other_roles: rows whose trained completion holds messages of other roles.
         prompt_differs: rows that do not begin with the tokens of their prompt alone.
+        no_margin: pairs without a margin, where others have one.
         tokens: tokens of the rows kept, or of the packs.
         trained_tokens: those of weight above 0.
         packs: packed rows, 0 without packing.
@@ -146,6 +148,7 @@ class PrepareReport:
     text_dropped: int = 0
     other_roles: int = 0
     prompt_differs: int = 0
+    no_margin: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     packs: int = 0

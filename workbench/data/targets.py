@@ -8,7 +8,7 @@ from workbench.data.chat import Conversation
 from workbench.data.spans import SpanError, Turn
 from workbench.errors import UserError, check_choice
 
-TrainOn = Literal["auto", "all", "completion", "assistant", "last_turn"]
+TrainOn = Literal["auto", "all", "completion", "assistant", "last_turn", "last_step"]
 Span = tuple[int, int, float]
 END = 1 << 30  # past every text's end: such a span takes the end-of-sequence token in, too
 
@@ -25,6 +25,9 @@ _CHOICES: dict[tuple[str, bool], tuple[str, ...]] = {
     ("triple_preference", True): ("completion", "assistant", "last_turn"),
     ("unpaired_preference", False): ("completion",),
     ("unpaired_preference", True): ("completion", "assistant", "last_turn"),
+    # of the steps that are labelled
+    ("stepwise_supervision", False): ("all", "last_step"),
+    ("stepwise_supervision", True): ("all", "last_step"),
 }
 
 
@@ -45,13 +48,22 @@ def resolve_train_on(train_on: TrainOn, data_type: str, conversational: bool, we
     if train_on != "auto" and train_on not in choices:
         allowed = ", ".join(("auto", *choices))
         raise UserError(f"data.train_on={train_on} is impossible with {form} {data_type} rows. Allowed here: {allowed}.")
-    if weighted_roles and not (conversational and choices):
+    if weighted_roles and (not (conversational and choices) or data_type == "stepwise_supervision"):
         raise UserError(f"data.role_weights has no effect on {form} {data_type} rows: leave it out.")
     if weighted_roles and train_on == "all":
         raise UserError("data.role_weights and data.train_on=all exclude each other: leave train_on out to train by role.")
     if train_on != "auto":
         return train_on
     return "assistant" if data_type == "language_modeling" else "completion"
+
+
+def check_tokens_read(train_on: TrainOn, role_weights: Mapping[str, float] | None, method: Any) -> None:
+    """Raises `UserError` where these options choose tokens for a method (or a class of one) that reads a score at the end of each
+    answer."""
+    if not getattr(method, "trains_tokens", True) and (train_on != "auto" or role_weights):
+        option = f"train_on={train_on}" if train_on != "auto" else "role_weights"
+        name = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise UserError(f"data.{option} has no effect with {name}, which scores whole answers at their end: leave it out.")
 
 
 def check_prompts_read(train_on: TrainOn, method: Any) -> None:

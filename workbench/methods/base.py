@@ -58,6 +58,7 @@ class Method(L.LightningModule):
     data_types: ClassVar[tuple[str, ...]] = ()
     mismatched: Scope | None = None  # whether micro-batches carry rows with exchanged completions, and among which rows
     trains_prompts: ClassVar[bool] = False  # of pairs, with data.train_on=all
+    trains_tokens: ClassVar[bool] = True  # whether the loss reads the tokens that data.train_on chooses
     generates: ClassVar[bool] = True  # whether the model writes text; one that scores cannot be asked
     auto_class: ClassVar[str] = "AutoModelForCausalLM"  # of transformers, for what `save_pretrained` writes
 
