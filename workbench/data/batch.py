@@ -24,8 +24,10 @@ class Role(IntEnum):
     STEP = 7
 
 
-# Columns of a prepared row that hold its segments; every other column of numbers becomes one of `MicroBatch.extras`.
+# Columns of a prepared row that hold its segments, and what was cut off the last of them; every other column of numbers becomes
+# one of `MicroBatch.extras`.
 SEGMENT_COLUMNS = ("input_ids", "weights", "lengths", "parents", "roles")
+TAIL_COLUMNS = ("tail_ids", "tail_weights")
 # What counts the trained tokens of single completions in `Normalisers`, and the roles it counts where the first one is there. A
 # pair's prompt, if it is trained at all, goes before its chosen completion.
 NORMALISED_ROLES = {"chosen": (Role.CHOSEN, Role.PROMPT), "gold": (Role.GOLD,)}
@@ -169,7 +171,7 @@ class MicroBatch:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         weights = np.concatenate([np.asarray(r["weights"], dtype=np.float32) for r in rows])
         weights[starts[:-1][parent < 0]] = 0.0
-        extras = [key for key, value in rows[0].items() if key not in SEGMENT_COLUMNS and _is_numeric(value)]
+        extras = [key for key, value in rows[0].items() if key not in SEGMENT_COLUMNS + TAIL_COLUMNS and _is_numeric(value)]
         return cls(
             tokens=torch.from_numpy(np.concatenate([np.asarray(r["input_ids"], dtype=np.int64) for r in rows])),
             weights=torch.from_numpy(weights),

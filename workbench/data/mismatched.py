@@ -34,6 +34,8 @@ class Mismatch:
         """The prompt of ``row`` with the completion of ``before``, cut to the limit."""
         prompt = row["input_ids"][: _boundary(row)]
         completion, weights = (before[name][_boundary(before) :] for name in ("input_ids", "weights"))
+        if not self.keep_end:
+            completion, weights = [*completion, *before["tail_ids"]], [*weights, *before["tail_weights"]]
         excess = 0 if self.limit is None else max(0, len(prompt) + len(completion) - self.limit)
         if self.keep_end:
             from_prompt = min(excess, len(prompt))

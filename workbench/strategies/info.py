@@ -50,3 +50,11 @@ def gather(value: object, strategy: Strategy) -> list[object]:
     values: list[object] = [None] * size
     torch.distributed.all_gather_object(values, value, group=data_parallel_group(strategy))
     return values
+
+
+def sum_over_ranks(value: torch.Tensor, strategy: Strategy) -> torch.Tensor:
+    """The sum of ``value`` over the data-parallel ranks, on each of them."""
+    if data_parallel(strategy).world_size > 1:
+        value = value.clone()
+        torch.distributed.all_reduce(value, group=data_parallel_group(strategy))
+    return value
