@@ -15,6 +15,9 @@ CONF = config.config_dir()
 DEFAULTS_OF = {
     "workbench.methods.sft.SFT": "method/sft.yaml",
     "workbench.methods.dpo.DPO": "method/dpo.yaml",
+    "workbench.methods.cpo.CPO": "method/cpo.yaml",
+    "workbench.methods.orpo.ORPO": "method/orpo.yaml",
+    "workbench.methods.tpo.TPO": "method/tpo.yaml",
     "workbench.data.module.DataModule": "data/file.yaml",
     "workbench.models.load.ModelSpec": "model/hf.yaml",
     "workbench.models.peft.PeftSpec": "peft/lora.yaml",

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.errors import UserError, check_choice
 from workbench.losses.divergence import box_cox
 from workbench.losses.preference import Pairs, hinge_loss, ipo_loss, sigmoid_loss, simpo_loss
 
 CPOLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
 TPOLoss = Literal["sigmoid", "hinge", "ipo", "tpo-l"]
 
-_PER_TOKEN = ("ipo", "simpo", "alphapo", "tpo-l")
+PER_TOKEN = ("ipo", "simpo", "alphapo", "tpo-l")
+"""The losses that compare log-probabilities per token."""
 
 READS: dict[str, frozenset[str]] = {
     "sigmoid": frozenset({"beta", "label_smoothing"}),
@@ -35,7 +37,7 @@ def policy_scores(pairs: Pairs, loss: CPOLoss | TPOLoss = "sigmoid", *, alpha: f
     ``(1 - p^-alpha) / alpha`` of them (Gupta et al. 2025, arXiv:2501.03884), which is log p at alpha = 0.
     """
     chosen, rejected = pairs.chosen, pairs.rejected
-    if loss in _PER_TOKEN:
+    if loss in PER_TOKEN:
         chosen, rejected = pairs.per_token(chosen, rejected)
     return box_cox(chosen, alpha=alpha), box_cox(rejected, alpha=alpha)
 
@@ -121,3 +123,37 @@ def _log1mexp(logps: Tensor) -> Tensor:
         torch.log(-torch.expm1(torch.where(near, logps, -1.0))),
         torch.log1p(-torch.exp(torch.where(near, -1.0, logps))),
     )
+
+
+def check_pair_options(
+    losses: tuple[str, ...], loss: str, *, beta: float, label_smoothing: float, gamma: float, gamma_name: str
+) -> None:
+    """Refuses options of CPO and TPO that have no meaning or no effect.
+
+    Args:
+        losses: those of the method.
+        loss: the one asked for.
+        beta: as in `cpo_loss`.
+        label_smoothing: as in `cpo_loss`.
+        gamma: as in `cpo_loss`.
+        gamma_name: what the method calls it.
+
+    Raises:
+        UserError: naming the option, the loss and the way out.
+    """
+    check_choice("method.loss", loss, losses)
+    if beta <= 0:
+        raise UserError(f"method.beta={beta} must be above 0.")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise UserError(
+            f"method.label_smoothing={label_smoothing} must lie in [0, 0.5): it is the share of labels that are wrong."
+        )
+    for option, name, value, default in (
+        ("label_smoothing", "label_smoothing", label_smoothing, 0.0),
+        ("gamma", gamma_name, gamma, 0.5),
+    ):
+        if value != default and option not in READS[loss]:
+            readers = ", ".join(other for other in losses if option in READS[other])
+            raise UserError(
+                f"method.{name}={value} has no effect with method.loss={loss}; set it to {default}, or use {readers}."
+            )
