@@ -1,7 +1,9 @@
 """Texts to token ids, and characters to tokens of the same tokenisation."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +80,33 @@ class WithoutOffsets:
         return self._counts[place]
 
 
+@dataclass
+class Apart:
+    """Tokens of a text whose pieces were tokenised one by one, so that no token holds characters of two.
+
+    Args:
+        pieces: tokens of each piece.
+        places: first character of each piece in the text, ascending from 0.
+    """
+
+    pieces: list[Encoded]
+    places: list[int]
+
+    def __post_init__(self) -> None:
+        self.ids = np.concatenate([piece.ids for piece in self.pieces])
+        self._first = np.cumsum([0, *(len(piece.ids) for piece in self.pieces)]).tolist()
+
+    def tokens_in(self, start: int, end: int) -> tuple[int, int]:
+        first, last = bisect_right(self.places, start) - 1, max(0, bisect_left(self.places, end) - 1)
+        before = self.pieces[first].tokens_in(start - self.places[first], start - self.places[first])[0]
+        up_to = self.pieces[last].tokens_in(0, end - self.places[last])[1]
+        return self._first[first] + before, self._first[last] + up_to
+
+    def joined(self, place: int) -> bool:
+        piece = bisect_right(self.places, place) - 1
+        return self.pieces[piece].joined(place - self.places[piece])
+
+
 class TextEncoder:
     """Tokenises texts in batches, and knows what the tokenizer puts around a plain text.
 
@@ -102,6 +131,11 @@ class TextEncoder:
             return [WithOffsets.of(i, o) for i, o in zip(out["input_ids"], out["offset_mapping"], strict=True)]
         ids = self.tokenizer(texts, return_token_type_ids=False, **options)["input_ids"]
         return [WithoutOffsets(np.array(i, dtype=np.int32), t, self.tokenizer) for i, t in zip(ids, texts, strict=True)]
+
+    def encode_apart(self, text: str, places: Sequence[int]) -> Encoded:
+        """Token ids of a text that is cut at ``places`` first."""
+        cuts = [0, *(place for place in places if 0 < place < len(text)), len(text)]
+        return Apart(self.encode([text[a:b] for a, b in pairwise(cuts)]), cuts[:-1])
 
     def around(self, ids: np.ndarray, *, end: bool) -> tuple[list[int], int, list[int], bool]:
         """What makes a plain text's ``ids`` a sequence.

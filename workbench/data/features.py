@@ -131,7 +131,7 @@ class RowPreparer:
         """Features of raw rows; ``indices`` are their numbers for messages."""
         drafted = [self._draft(row, i) for row, i in zip(rows, indices, strict=True)]
         drafts = [d for row in drafted if isinstance(row, RowDraft) for d in row.drafts]
-        encoded = iter(self.encoder.encode([d.text for d in drafts]))
+        encoded = map(self._steps_apart, drafts, self.encoder.encode([d.text for d in drafts]))
         made = []
         for row, index in zip(drafted, indices, strict=True):
             if isinstance(row, RowDraft):
@@ -176,6 +176,12 @@ class RowPreparer:
             if self.spec.on_bad_row == "error":
                 raise UserError(f"{place}{error}") from None
             return Features(reason="bad_row", note=f"{place}{error}")
+
+    def _steps_apart(self, draft: Draft, encoded: Encoded) -> Encoded:
+        """The draft's tokens, none of which lies in two steps: a label must not be read where the next step has begun."""
+        if not any(encoded.joined(end) for end in draft.steps[:-1]):
+            return encoded
+        return self.encoder.encode_apart(draft.text, draft.steps)
 
     def _tokens(self, draft: Draft, encoded: Encoded, row: RowDraft) -> Tokens:
         """The draft tokenised, with its special tokens and weights."""
