@@ -17,8 +17,10 @@ COMMANDS = {
     "inspect": "show what a configuration would train on: tokens, masks, lengths, steps, memory",
     "evaluate": "measure a model or a finished run on the evaluation data",
     "generate": "write completions with a model or a finished run, or chat with it",
+    "invariants": "check that numbers are what they should be: against another trainer's runs",
     "env": "versions, devices and folders on one screen",
 }
+OWN_FLAGS = ("invariants",)  # commands that read all their arguments themselves, --help included
 USAGE = 2  # exit code of a mistake in what was asked for
 INTERRUPTED = 130  # exit code of a run stopped by Ctrl-C or SIGTERM
 TERMINATED = 143  # exit code after SIGTERM outside of training, where there is nothing to save
@@ -121,6 +123,8 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     command, *rest = argv
     _check_command(command)
+    if command in OWN_FLAGS:
+        return importlib.import_module(f"workbench.cli.{command}").main(rest)
     if any(flag in rest for flag in ("-h", "--help")):
         print(pages.command(command, rest))
         return 0

@@ -1,0 +1,1 @@
+"""Proof that numbers are what they should be: `parity` replays what another trainer logged."""
