@@ -70,6 +70,7 @@ def two_adapters(trained_adapter):
 STARTS = {
     "full": lambda path: {},
     "packed": lambda path: {"layout": "packed"},
+    "shared": lambda path: {"layout": "shared"},
     "dropout in the model": lambda path: {"model": dropout_model()},
     "fresh adapter": lambda path: {"peft": LORA},
     "fresh DoRA": lambda path: {"peft": PeftSpec(r=4, alpha=8, use_dora=True)},
@@ -180,6 +181,8 @@ def test_the_reference_is_in_no_checkpoint_and_no_optimizer(tmp_path):
         ({"micro_batch_size": 2, "balance": "none"}, {}),
         ({"micro_batch_tokens": 300}, {}),
         ({"micro_batch_size": 4}, {"layout": "packed"}),
+        ({"micro_batch_size": 4}, {"layout": "shared"}),
+        ({}, {"layout": "auto", "gradient_checkpointing": True, "pad_to_multiple_of": 16}),
         ({}, {"gradient_checkpointing": True, "pad_to_multiple_of": 8}),
         ({"micro_batch_size": 4}, {"precompute_ref_logps": True, "precompute_ref_micro_batch_size": 3}),
         ({"micro_batch_size": 4}, {"ref_model": MODEL}),

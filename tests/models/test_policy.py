@@ -7,12 +7,12 @@ from workbench.data.batch import MicroBatch, Role
 from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
 from workbench.models.policy import Policy, disable_dropout, evaluating, set_gradient_checkpointing
-from workbench.models.probe import check_head, check_layout
+from workbench.models.probe import check_head, choose_layout
 from workbench.tiny.model import ARCHITECTURES, tiny_model
 
 NORM = Normalisers(1.0, 1.0, 1.0, 1.0)
 # Families whose own code does not keep documents of a row apart: recurrent state, ALiBi, sinks, positions from the mask.
-PADDED_ONLY = {"bloom", "gpt_oss", "mamba", "opt", "qwen3_next"}
+PADDED_ONLY = {"bloom", "falcon", "gpt_oss", "mamba", "qwen3_next"}
 
 
 def text(ids, weights=None):
@@ -40,10 +40,13 @@ def test_every_family_agrees_with_its_own_logits(architecture):
     expected = torch.cat([own_logps(model, r) for r in rows])
     assert torch.allclose(Policy(model)(batch).logps, expected, atol=2e-5)
     if architecture in PADDED_ONLY:
-        with pytest.raises(UserError, match="does not keep packed documents apart"):
-            check_layout(model, "packed")
+        for layout in ("packed", "shared"):
+            with pytest.raises(UserError, match=rf"method.layout={layout}: .*(does not keep|cannot be computed so)"):
+                choose_layout(model, layout)
+        assert choose_layout(model, "auto") == "padded"
         return
-    check_layout(model, "packed")
+    assert choose_layout(model, "packed") == "packed"
+    assert choose_layout(model, "auto") == "shared"
     assert torch.allclose(Policy(model, layout="packed")(batch).logps, expected, atol=2e-5)
 
 
@@ -195,15 +198,15 @@ def test_a_model_that_sees_across_documents_is_refused(monkeypatch):
     model = tiny_model("llama", size="pico")
     original = type(model.model).forward
 
-    def forward(self, *args, position_ids=None, **kwargs):
-        return original(self, *args, **kwargs)  # loses the positions that keep documents apart
+    def forward(self, *args, forest=None, **kwargs):
+        return original(self, *args, **kwargs)  # loses what keeps documents apart
 
     monkeypatch.setattr(type(model.model), "forward", forward)
-    with pytest.raises(UserError, match=r"layout=packed: LlamaForCausalLM does not keep packed documents apart"):
-        check_layout(model, "packed")
+    with pytest.raises(UserError, match=r"layout=packed: LlamaForCausalLM does not keep packed segments apart"):
+        choose_layout(model, "packed")
 
 
 def test_the_layout_probe_is_sharp_in_half_precision():
-    check_layout(tiny_model("llama", size="pico").bfloat16(), "packed")
-    with pytest.raises(UserError, match="does not keep packed documents apart"):
-        check_layout(tiny_model("mamba", size="pico").bfloat16(), "packed")
+    choose_layout(tiny_model("llama", size="pico").bfloat16(), "packed")
+    with pytest.raises(UserError, match=r"does not keep packed segments apart|cannot be computed so"):
+        choose_layout(tiny_model("mamba", size="pico").bfloat16(), "packed")

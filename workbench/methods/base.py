@@ -27,7 +27,7 @@ from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
 from workbench.models.policy import Policy, PolicyOutput, disable_dropout, set_gradient_checkpointing, shard
-from workbench.models.probe import check_head, check_layout
+from workbench.models.probe import check_head, choose_layout
 from workbench.models.save import save_pretrained
 from workbench.models.tokenizer import fit_vocabulary, load_tokenizer
 from workbench.strategies.info import data_parallel_group, data_parallel_mesh, is_deepspeed
@@ -48,7 +48,8 @@ class Method(L.LightningModule):
         scheduler: called with the optimizer (and ``num_training_steps``); None: constant.
         gradient_checkpointing: recompute activations in the backward pass; ``selective`` keeps attention outputs.
         disable_dropout: set every dropout probability to 0; without it a run depends on how it was executed.
-        layout: ``padded`` rows, or ``packed`` into one row without padding.
+        layout: ``padded`` rows; ``packed`` into one row without padding; ``shared``, which computes a prompt once for all of its
+            completions; ``auto``, the best of them that models of this kind pass a test for.
         pad_to_multiple_of: round row lengths up to a multiple.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
@@ -72,7 +73,7 @@ class Method(L.LightningModule):
         scheduler: SchedulerFactory | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         disable_dropout: bool = True,
-        layout: Layout = "padded",
+        layout: Layout | Literal["auto"] = "padded",
         pad_to_multiple_of: int | None = None,
         scope: Scope = "step",
         router_aux_loss_coef: float | None = None,
@@ -139,7 +140,7 @@ class Method(L.LightningModule):
             fit_vocabulary(model, self.tokenizer, self.model_spec)
         base = unwrap(model)
         check_head(base)
-        check_layout(base, self.layout)
+        self.layout = choose_layout(base, self.layout)
         hf = apply_peft(model, self.peft_spec)
         if self.disable_dropout:
             disable_dropout(hf)

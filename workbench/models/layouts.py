@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from workbench.data.batch import MicroBatch
+from workbench.models.attention import Forest, no_mask
 
-Layout = Literal["padded", "packed"]
+Layout = Literal["padded", "packed", "shared"]
 
 
 @dataclass
@@ -17,15 +18,19 @@ class ModelInputs:
 
     Args:
         input_ids: ``[B, L]``.
-        attention_mask: ``[B, L]``, or None where positions alone tell the documents apart.
+        attention_mask: ``[B, L]``; with a forest, which says what each token sees, of no meaning.
         position_ids: ``[B, L]``.
         index: for every token of the micro-batch its place in the flattened ``[B * L]``, ``[N]``.
+        forest: the segments of a row that holds several; None for padded rows.
+        real: 1 for tokens, 0 for padding ``[B, L]``; None: no padding.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor | None
+    attention_mask: Tensor
     position_ids: Tensor
     index: Tensor
+    forest: Forest | None = None
+    real: Tensor | None = None
 
 
 def sequences(batch: MicroBatch) -> list[list[int]]:
@@ -44,7 +49,10 @@ def sequences(batch: MicroBatch) -> list[list[int]]:
 
 
 def to_inputs(batch: MicroBatch, layout: Layout, pad_to_multiple_of: int | None = None) -> ModelInputs:
-    """Lays a micro-batch out as ``padded`` rows (on the right) or as one ``packed`` row whose positions restart."""
+    """Lays a micro-batch out as ``padded`` rows (on the right), as one ``packed`` row of whole sequences without padding, or as
+    one row of segments, each of them once, where completions ``shared`` their prompt."""
+    if layout == "shared":
+        return _shared(batch, pad_to_multiple_of)
     starts = batch.starts.tolist()
     chains = [
         torch.cat([torch.arange(starts[s], starts[s + 1], device=batch.tokens.device) for s in chain])
@@ -68,16 +76,31 @@ def _padded(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> Mo
         mask[b, : len(chain)] = 1
         index[chain] = torch.arange(len(chain), device=device) + b * length
     positions = torch.arange(length, device=device).expand(len(chains), -1)
-    return ModelInputs(input_ids, mask, positions, index)
+    return ModelInputs(input_ids, mask, positions, index, real=mask)
 
 
 def _packed(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> ModelInputs:
+    lengths = [len(chain) for chain in chains]
+    return _row(batch, torch.cat(chains), Forest(lengths, [-1] * len(chains)), multiple)
+
+
+def _shared(batch: MicroBatch, multiple: int | None) -> ModelInputs:
+    order = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    return _row(batch, order, Forest(batch.starts.diff().tolist(), batch.parent.tolist()), multiple)
+
+
+def _row(batch: MicroBatch, order: Tensor, forest: Forest, multiple: int | None) -> ModelInputs:
+    """One row of the tokens in ``order``; the filler at its end is a segment of its own."""
     device = batch.tokens.device
-    total = sum(len(c) for c in chains)
+    total = len(order)
     filler = _round_up(total, multiple) - total
-    flat = torch.cat(chains)
-    positions = [torch.arange(len(c), device=device) for c in chains] + [torch.arange(filler, device=device)] * bool(filler)
-    input_ids = torch.cat([batch.tokens[flat], batch.tokens.new_zeros(filler)])
+    if filler:
+        forest.lengths.append(filler)
+        forest.parent.append(-1)
+    before = [sum(forest.lengths[s] for s in forest.context(segment)) for segment in range(len(forest.lengths))]
+    positions = [torch.arange(start, start + n, device=device) for start, n in zip(before, forest.lengths, strict=True)]
+    input_ids = torch.cat([batch.tokens[order], batch.tokens.new_zeros(filler)])
     index = torch.zeros(len(batch.tokens), dtype=torch.int64, device=device)
-    index[flat] = torch.arange(total, device=device)
-    return ModelInputs(input_ids[None], None, torch.cat(positions)[None], index)
+    index[order] = torch.arange(total, device=device)
+    real = (torch.arange(total + filler, device=device) < total)[None].long() if filler else None
+    return ModelInputs(input_ids[None], no_mask(device), torch.cat(positions)[None], index, forest, real)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
+from workbench.models import attention
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Head, token_logps
@@ -76,6 +77,12 @@ class Policy(nn.Module):
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
         _check_supported(hf, self.causal_lm)
+        self.takes_forest = layout != "padded" and attention.install(self.causal_lm)
+        if layout == "shared" and not self.takes_forest:
+            raise UserError(
+                f"method.layout=shared does not go with model.attn_implementation={self.config._attn_implementation}; allowed: "
+                f"{', '.join(attention.OURS)}."
+            )
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -132,7 +139,7 @@ class Policy(nn.Module):
             for name, values in vars(stats).items():
                 setattr(out, name, values)
         if "aux_loss" in want:
-            out.aux_loss = self._aux_loss(router_logits, inputs.attention_mask)
+            out.aux_loss = self._aux_loss(router_logits, inputs.real)
         return out
 
     def weights_of(self, batch: MicroBatch) -> Tensor:
@@ -148,16 +155,21 @@ class Policy(nn.Module):
 
     def _backbone(self, inputs: ModelInputs, *, with_router: bool) -> tuple[Tensor, Any]:
         kwargs = {"output_router_logits": True} if with_router else {}
+        mask = inputs.attention_mask
+        if inputs.forest is not None and self.takes_forest:
+            kwargs["forest"] = inputs.forest
+        elif inputs.forest is not None:
+            mask = None  # positions that start again tell the documents apart
         out = self.causal_lm.base_model(
             input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
+            attention_mask=mask,
             position_ids=inputs.position_ids,
             use_cache=False,
             **kwargs,
         )
         return out.last_hidden_state, getattr(out, "router_logits", None)
 
-    def _aux_loss(self, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
+    def _aux_loss(self, router_logits: Any, real: Tensor | None) -> Tensor:
         """The family's own load-balancing loss (Switch Transformer, arXiv:2101.03961, eqs. 4-6)."""
         model = self.causal_lm
         loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
@@ -166,10 +178,10 @@ class Policy(nn.Module):
                 f"router_aux_loss_coef: {type(model).__name__} has no router to balance; set method.router_aux_loss_coef=null."
             )
         if hasattr(model, "num_experts"):
-            return loss(router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+            return loss(router_logits, model.num_experts, model.num_experts_per_tok, real)
         config = model.config.get_text_config()  # classifiers know no numbers
         experts = getattr(config, "num_experts", None) or config.num_local_experts
-        return loss(router_logits, experts, config.num_experts_per_tok, attention_mask)
+        return loss(router_logits, experts, config.num_experts_per_tok, real)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:

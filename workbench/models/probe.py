@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 from workbench.data.batch import MicroBatch, Role
 from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
+from workbench.models.attention import PREFIX
+from workbench.models.gguf import first_line
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout
 from workbench.models.logps import Head
@@ -19,42 +22,48 @@ from workbench.models.seeding import local_rng
 
 log = logging.getLogger(__name__)
 
+_VOCABULARY = 256
+_WINDOW = 8
+
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Largest mean difference in nats that rounding explains."""
     return 1e-4 if dtype == torch.float32 else 0.1
 
 
-def _exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if it computes in fp32, else a shallow one of the same config that does: rounding of half precision would
-    hide what a wrong mask does."""
-    if model.dtype == torch.float32:
-        return model
+def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same config in fp32 with random weights, two layers (one of each kind), few tokens and narrow windows: half
+    precision would hide what a wrong mask does, and a wide window never closes over a handful of tokens."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    text.num_hidden_layers = min(text.num_hidden_layers, 4)
-    if vars(text).get("layer_types"):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
-    text.vocab_size, text.pad_token_id = 256, 0
+    layers = text.num_hidden_layers
+    kinds = list(getattr(text, "layer_types", None) or [None] * layers)
+    kept = sorted({kinds.index(kind) for kind in kinds} | set(range(min(2, layers))))
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # per layer
+            setattr(text, name, [value[i] for i in kept])
+    text.num_hidden_layers = len(kept)
+    text.vocab_size, text.pad_token_id = _VOCABULARY, 0
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = min(text.sliding_window, _WINDOW)
+    if getattr(text, "intermediate_size", None):
+        text.intermediate_size = min(text.intermediate_size, 64)
+    implementation = model.config._attn_implementation.removeprefix(PREFIX)
     with local_rng(0):
-        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=model.config._attn_implementation)
+        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=implementation).to(model.device)
 
 
-def _documents(vocab_size: int) -> MicroBatch:
-    """Two unequal documents of random tokens, all trained."""
+def _documents() -> MicroBatch:
+    """A prompt with two unequal completions, and a document, all trained but the prompt; both longer than the window."""
     rng = np.random.default_rng(0)
-    lengths = (7, 12)
-    rows = [
-        {
-            "input_ids": rng.integers(0, vocab_size, n),
-            "weights": np.ones(n, dtype=np.float32),
-            "lengths": [n],
-            "parents": [-1],
-            "roles": [int(Role.TEXT)],
-        }
-        for n in lengths
-    ]
-    return MicroBatch.from_rows(rows, range(len(rows)), Normalisers(17.0, 2.0, 2.0, 1.0))
+    rows = []
+    for lengths, parents in (((12, 9, 5), (-1, 0, 0)), ((17,), (-1,))):
+        weights = np.ones(sum(lengths), dtype=np.float32)
+        weights[: lengths[0] * (len(lengths) > 1)] = 0.0
+        ids = rng.integers(1, _VOCABULARY, sum(lengths))
+        roles = [int(Role.PROMPT), int(Role.CHOSEN), int(Role.REJECTED)] if len(lengths) > 1 else [int(Role.TEXT)]
+        rows.append({"input_ids": ids, "weights": weights, "lengths": lengths, "parents": parents, "roles": roles})
+    return MicroBatch.from_rows(rows, range(len(rows)), Normalisers(30.0, 2.0, 2.0, 1.0))
 
 
 @torch.no_grad()
@@ -84,16 +93,19 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-@torch.no_grad()
 def layout_difference(model: PreTrainedModel, layout: Layout) -> float:
-    """Mean difference between what the model computes under ``layout`` and under ``padded``: of log-probabilities in nats, of a
-    classifier's hidden states (whose head may still be anything) relative to their size."""
-    model = _exact_copy(model)
-    batch = _documents(model.config.get_text_config().vocab_size).to(model.device)
-    wanted = "hidden" if is_classifier(model) else "logps"
+    """Mean difference, relative to their size, between the hidden states and gradients of the model's kind under ``layout`` and
+    under ``padded``."""
+    model = _shallow_copy(model)
+    batch = _documents().to(model.device)
+    found = []
     with evaluating(model):
-        padded, other = (getattr(Policy(model, layout=name)(batch, [wanted]), wanted) for name in ("padded", layout))
-    return relative_difference(padded, other) if wanted == "hidden" else (padded - other).abs().mean().item()
+        for name in ("padded", layout):
+            hidden = Policy(model, layout=name)(batch, ["hidden"]).hidden
+            model.zero_grad()
+            (hidden * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)).sum().backward()
+            found.append((hidden.detach(), model.get_input_embeddings().weight.grad.clone()))
+    return max(relative_difference(a, b) for a, b in zip(*found, strict=True))
 
 
 def relative_difference(expected: Tensor, actual: Tensor) -> float:
@@ -101,15 +113,33 @@ def relative_difference(expected: Tensor, actual: Tensor) -> float:
     return ((expected - actual).abs().mean() / expected.abs().mean().clamp(min=torch.finfo(torch.float32).tiny)).item()
 
 
-def check_layout(model: PreTrainedModel, layout: Layout) -> None:
-    """Raises `UserError` if the model sees across documents, or loses track of positions, in ``layout``."""
+def choose_layout(model: PreTrainedModel, layout: Layout | Literal["auto"]) -> Layout:
+    """The layout to compute in: the one asked for or, for ``auto``, the first of ``shared``, ``packed`` and ``padded`` in which
+    models of this kind compute what they do in padded rows.
+
+    Raises:
+        UserError: the layout asked for is not one of them.
+    """
     if layout == "padded":
-        return
-    difference = layout_difference(model, layout)
-    if not difference <= _tolerance(torch.float32):
-        what = "hidden states differ by" if is_classifier(model) else "log-probabilities in nats differ by"
-        raise UserError(
-            f"method.layout={layout}: {type(model).__name__} does not keep packed documents apart ({what} {difference:.3g}); "
-            "set method.layout=padded."
-        )
-    log.info("layout %s: the numbers equal the padded ones to %.1e", layout, difference)
+        return layout
+    for name in ("shared", "packed") if layout == "auto" else (layout,):
+        fault = _fault(model, name)
+        if fault is None:
+            return name
+        if layout != "auto":
+            raise UserError(f"method.layout={layout}: {fault}; set method.layout=padded, or auto.")
+        log.info("layout auto: not %s, since %s", name, fault)
+    return "padded"
+
+
+def _fault(model: PreTrainedModel, layout: Layout) -> str | None:
+    """Why models of this kind cannot be computed in ``layout``; None if they can."""
+    kind = type(model).__name__
+    try:
+        difference = layout_difference(model, layout)
+    except Exception as error:  # whatever a family does with arguments that it does not know
+        return f"{kind} cannot be computed so ({first_line(error)})"
+    if difference <= _tolerance(torch.float32):
+        log.info("layout %s: the numbers equal the padded ones to %.1e", layout, difference)
+        return None
+    return f"{kind} does not keep {layout} segments apart (its numbers differ by {difference:.3g} from the padded ones)"
