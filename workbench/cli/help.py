@@ -79,6 +79,7 @@ def _groups(folder: pathlib.Path, primary: str) -> list[str]:
     lines = []
     for group in chosen:
         options = sorted(str(f.relative_to(folder / group).with_suffix("")) for f in (folder / group).rglob("*.yaml"))
+        options = [o for o in options if o.rpartition("/")[0] not in options]  # a folder named like an option is part of it
         if group != "experiment" and options:
             marked = [f"[{o}]" if o == chosen[group] else o for o in options]
             lines.append(f"  {group:<12} {' '.join(marked)}")
