@@ -48,6 +48,48 @@ def reward_shift(
     return means.sum() / counts.gt(0).sum().clamp(min=1)
 
 
+def fit_density_ratio(features: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
+    """A linear classifier of prompts: ``p(desirable | x) = sigmoid(w . x + b)`` if both labels were equally frequent.
+
+    Its odds estimate ``p(x | desirable) / p(x | undesirable)``. Minimises
+    ``|w|^2 / 2 + sum_i c_i log(1 + exp(-s_i (w . x_i + b)))``, where s_i = +-1 is the label and ``c_i = N / (2 N_label)``, by
+    Newton's method: one minimum, to rounding.
+
+    Args:
+        features: embeddings of prompts ``[N, D]``.
+        desirable: labels ``[N]``, boolean, with at least one of each.
+
+    Returns:
+        ``w`` ``[D]`` and ``b`` (a scalar), fp64.
+    """
+    features = features.detach().double()
+    centre = features.mean(0)
+    basis, triangle = torch.linalg.qr((features - centre).T)  # w lies among the features: at most N numbers to find
+    x = torch.cat([triangle.T, triangle.new_ones(len(features), 1)], 1)
+    signs = torch.where(desirable, 1.0, -1.0).double()
+    weights = torch.where(desirable, 0.5 / desirable.double().mean(), 0.5 / (~desirable).double().mean())
+    ridge = torch.ones_like(x[0])
+    ridge[-1] = 0.0
+
+    def loss(at: Tensor) -> Tensor:
+        return 0.5 * (ridge * at * at).sum() - (weights * F.logsigmoid(signs * (x @ at))).sum()
+
+    found = torch.zeros_like(x[0])
+    for _ in range(100):
+        wrong = torch.sigmoid(-signs * (x @ found))
+        gradient = ridge * found - x.T @ (weights * signs * wrong)
+        curvature = x.T @ ((weights * wrong * (1 - wrong)).unsqueeze(1) * x) + torch.diag(ridge)
+        step = torch.linalg.solve(curvature, gradient)
+        size, before = 1.0, loss(found)
+        while loss(found - size * step) > before and size > 1e-6:
+            size /= 2
+        found = found - size * step
+        if size * step.abs().max() <= 1e-10 * (1 + found.abs().max()):
+            break
+    weight = basis @ found[:-1]
+    return weight, found[-1] - weight @ centre
+
+
 def distribution_weights(desirable_probability: Tensor, *, minimum: float = 0.5, maximum: float = 10.0) -> Tensor:
     """Underlying distribution matching: ``p(desirable | x) / p(undesirable | x)``, clipped.
 

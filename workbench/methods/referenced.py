@@ -226,6 +226,9 @@ class Referenced(Method):
         self._placed = True
         if self.precompute_ref_logps:
             self._precompute()
+        self.reference_ready()
+        if self.precompute_ref_logps:
+            self.after_precompute()
 
     def _precompute(self) -> None:
         data, strategy = self.trainer.datamodule, self.trainer.strategy
@@ -239,7 +242,9 @@ class Referenced(Method):
 
         options = {"strategy": strategy, "device": self.device, "micro_batch_size": size, "directory": data.reference_dir}
         data.map_prepared(lambda rows, name: with_reference(rows, compute, depends_on, **options, name=name))
-        self.after_precompute()
+
+    def reference_ready(self) -> None:
+        """Called once the reference is in its place, and before it may be freed."""
 
     def after_precompute(self) -> None:
         """Frees the reference, which nothing reads any more."""
