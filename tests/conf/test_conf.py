@@ -15,6 +15,8 @@ CONF = config.config_dir()
 DEFAULTS_OF = {
     "workbench.methods.sft.SFT": "method/sft.yaml",
     "workbench.methods.dpo.DPO": "method/dpo.yaml",
+    "workbench.methods.bco.BCO": "method/bco.yaml",
+    "workbench.methods.kto.KTO": "method/kto.yaml",
     "workbench.methods.cpo.CPO": "method/cpo.yaml",
     "workbench.methods.orpo.ORPO": "method/orpo.yaml",
     "workbench.methods.tpo.TPO": "method/tpo.yaml",
