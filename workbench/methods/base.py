@@ -51,6 +51,7 @@ class Method(L.LightningModule):
         layout: ``padded`` rows; ``packed`` into one row without padding; ``shared``, which computes a prompt once for all of its
             completions; ``auto``, the best of them that models of this kind pass a test for.
         pad_to_multiple_of: round row lengths up to a multiple.
+        chunked_head: form the logits in pieces, so that memory does not grow with tokens times vocabulary.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
@@ -75,6 +76,7 @@ class Method(L.LightningModule):
         disable_dropout: bool = True,
         layout: Layout | Literal["auto"] = "padded",
         pad_to_multiple_of: int | None = None,
+        chunked_head: bool = True,
         scope: Scope = "step",
         router_aux_loss_coef: float | None = None,
         compute_metrics: ComputeMetrics | None = None,
@@ -89,6 +91,7 @@ class Method(L.LightningModule):
         self.disable_dropout = disable_dropout
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.chunked_head = chunked_head
         self.scope: Scope = scope
         self.router_aux_loss_coef = router_aux_loss_coef
         self.compute_metrics = compute_metrics
@@ -145,7 +148,8 @@ class Method(L.LightningModule):
         if self.disable_dropout:
             disable_dropout(hf)
         set_gradient_checkpointing(base, self.gradient_checkpointing)
-        return Policy(hf, layout=self.layout, pad_to_multiple_of=self.pad_to_multiple_of).train()
+        options = {"pad_to_multiple_of": self.pad_to_multiple_of, "chunked_head": self.chunked_head}
+        return Policy(hf, layout=self.layout, **options).train()
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:
         """The optimizer over trained parameters, and the schedule per optimizer step."""

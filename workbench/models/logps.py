@@ -1,13 +1,23 @@
-"""Log-probabilities of target tokens from hidden states: the LM head and what follows it."""
+"""Log-probabilities of target tokens from hidden states: the LM head and what follows it.
+
+The logits of all tokens together, ``[T, V]``, are what costs the most memory in training, and nothing needs them whole: a token's
+log-probability is one logit minus the logarithm of a sum. `token_logps` forms them in pieces, keeps one number a token, and forms
+them again in the backward pass (where the head is frozen it keeps the gradient of the hidden state, which needs no second pass).
+"""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workbench.errors import UserError
+
+_PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
 
 
 @dataclass
@@ -27,6 +37,9 @@ class TokenStats:
     top1: Tensor | None = None
     mean_logit: Tensor | None = None
     log_collision: Tensor | None = None
+
+
+STATS = tuple(f.name for f in fields(TokenStats))
 
 
 @dataclass
@@ -55,12 +68,29 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` in fp32."""
-        logits = self.module(hidden).float()
+        return self.shape(self.module(hidden).float())
+
+    def shape(self, logits: Tensor) -> Tensor:
+        """What the family does to the products ``[..., V]`` of hidden states and head."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of `shape`, in terms of its result."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1 - (logits / self.softcap) ** 2)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one matrix that lies here whole, and not an adapter's, a quantised or a partitioned layer."""
+        weight = getattr(self.module, "weight", None)
+        hooked = self.module._forward_hooks or self.module._forward_pre_hooks
+        plain = type(self.module) is nn.Linear and not hooked and not isinstance(weight, DTensor)
+        return plain and weight.is_floating_point() and weight.shape == (self.module.out_features, self.module.in_features)
 
 
 def token_logps(
@@ -70,7 +100,7 @@ def token_logps(
     *,
     temperature: float = 1.0,
     want: Collection[str] = ("logps",),
-    chunk: int = 4096,
+    chunked: bool = True,
 ) -> TokenStats:
     """Log-probabilities of ``targets`` given the hidden states that predict them.
 
@@ -80,26 +110,130 @@ def token_logps(
         targets: token ids ``[T]``.
         temperature: divides the logits.
         want: any further fields of `TokenStats`.
-        chunk: tokens whose logits are formed at a time.
+        chunked: form the logits in pieces, so that memory does not grow with T x V; else at once, by autograd.
 
     Returns:
         `TokenStats` with ``[T]`` tensors.
     """
-    parts = [
-        _chunk_stats(head(h) / temperature if temperature != 1.0 else head(h), t, want)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    ]
-    return TokenStats(
-        *(torch.cat(field) if field[0] is not None else None for field in zip(*parts, strict=True)),
-    )
+    if not chunked:
+        return _stats(head(hidden) / temperature if temperature != 1.0 else head(hidden), targets, want)
+    if head.is_plain:
+        names = [name for name in STATS if name == "logps" or name in want]
+        weight, bias = head.module.weight, head.module.bias
+        values = _HeadStats.apply(hidden, weight, bias, targets, head, temperature, tuple(names))
+        return TokenStats(**dict(zip(names, values, strict=True)))
+    # Some other layer: its own forward, piece by piece, and again in the backward pass.
+    rows = max(1, _PIECE // getattr(head.module, "out_features", 2**17))
+    parts = []
+    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+        if len(hidden) > rows and torch.is_grad_enabled():
+            parts.append(torch.utils.checkpoint.checkpoint(_piece, h, t, head, temperature, want, use_reentrant=False))
+        else:
+            parts.append(_piece(h, t, head, temperature, want))
+    joined = (torch.cat(v) if v[0] is not None else None for v in zip(*parts, strict=True))
+    return TokenStats(*joined)
 
 
-def _chunk_stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> tuple[Tensor | None, ...]:
+def _piece(hidden: Tensor, targets: Tensor, head: Head, temperature: float, want: Collection[str]) -> tuple[Tensor | None, ...]:
+    stats = _stats(head(hidden) / temperature, targets, want)
+    return tuple(getattr(stats, name) for name in STATS)
+
+
+def _stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> TokenStats:
+    """Statistics of logits ``[T, V]``."""
     logps = torch.log_softmax(logits, dim=-1)
-    target_logps = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    stats = TokenStats(logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
     with torch.no_grad():
-        entropy = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
-        top1 = logps.argmax(-1) if "top1" in want else None
-        mean_logit = logits.mean(-1) if "mean_logit" in want else None
-        log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
-    return target_logps, entropy, top1, mean_logit, log_collision
+        stats.entropy = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
+        stats.top1 = logps.argmax(-1) if "top1" in want else None
+        stats.mean_logit = logits.mean(-1) if "mean_logit" in want else None
+        stats.log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
+    return stats
+
+
+class _HeadStats(torch.autograd.Function):
+    """``logps`` and statistics of a plain head, a piece of the logits at a time.
+
+    With logits ``z = shape(W h + b) / T``, ``d log p(y) / d z = onehot(y) - p``; from it follow the gradients of ``h`` and ``W``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        temperature: float,
+        names: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        ctx.head, ctx.temperature, ctx.dtype, ctx.has_bias = head, temperature, dtype, bias is not None
+        trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
+        keep = hidden.requires_grad and not trains_head
+        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        parts, kept = [], []
+        with torch.autocast(device, enabled=False):
+            for h, t in _pieces(hidden, targets, len(weight)):
+                logits = head.shape(nn.functional.linear(h.to(dtype), matrix, offset).float())
+                stats = _stats(logits / temperature, t, names)
+                parts.append([getattr(stats, name) for name in names])
+                if keep:
+                    kept.append((_slope(logits, t, head, temperature).to(dtype) @ matrix).to(hidden.dtype))
+        ctx.save_for_backward(hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None)
+        values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*(v for name, v in zip(names, values, strict=True) if name != "logps"))
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, kept = ctx.saved_tensors
+        if kept is not None:
+            return (kept * grad[:, None]).to(kept.dtype), None, None, None, None, None, None
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if need_bias else None
+        start = 0
+        for h, t in _pieces(hidden, targets, len(weight)):
+            stop = start + len(h)
+            own = h.to(ctx.dtype)
+            logits = ctx.head.shape(nn.functional.linear(own, matrix, offset).float())
+            slope = _slope(logits, t, ctx.head, ctx.temperature).mul_(grad[start:stop, None])
+            low = slope.to(ctx.dtype)
+            if need_hidden:
+                grad_hidden[start:stop] = (low @ matrix).to(hidden.dtype)
+            if need_weight:
+                _add_product(grad_weight, low, own)
+            if need_bias:
+                grad_bias += slope.sum(0)
+            start = stop
+        grads = (grad_hidden, *(g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)))
+        return (*grads, None, None, None, None)
+
+
+def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
+    """``total += slope^T hidden`` in fp32."""
+    if slope.dtype == torch.float32:
+        total.addmm_(slope.T, hidden)
+    else:
+        total.add_(slope.T @ hidden)
+
+
+def _pieces(hidden: Tensor, targets: Tensor, vocabulary: int) -> Any:
+    rows = max(1, _PIECE // vocabulary)
+    return zip(hidden.split(rows), targets.split(rows), strict=True)
+
+
+def _slope(logits: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+    """Derivative of each target's log-probability by the products of hidden states and head ``[T, V]``; overwrites nothing."""
+    slope = torch.softmax(logits / temperature if temperature != 1.0 else logits, dim=-1).neg_()
+    slope.scatter_add_(-1, targets.unsqueeze(-1), slope.new_ones(len(targets), 1))
+    factor = head.slope(logits)
+    if temperature != 1.0:
+        factor = factor / temperature
+    return slope.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else slope

@@ -69,10 +69,19 @@ class Policy(nn.Module):
         hf: the model, plain or wrapped by PEFT.
         layout: how a micro-batch is laid out.
         pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
+        chunked_head: forms the logits in pieces (see `token_logps`).
     """
 
-    def __init__(self, hf: nn.Module, *, layout: Layout = "padded", pad_to_multiple_of: int | None = None) -> None:
+    def __init__(
+        self,
+        hf: nn.Module,
+        *,
+        layout: Layout = "padded",
+        pad_to_multiple_of: int | None = None,
+        chunked_head: bool = True,
+    ) -> None:
         super().__init__()
+        self.chunked_head = chunked_head
         self.hf = hf
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -135,7 +144,8 @@ class Policy(nn.Module):
             out.hidden = predicting if "hidden" in want else None
         if TOKEN_STATS & set(want) - {"hidden"}:
             targets = batch.tokens[batch.outputs]
-            stats = token_logps(predicting, Head.of(self.causal_lm), targets, temperature=temperature, want=want)
+            options = {"temperature": temperature, "want": want, "chunked": self.chunked_head}
+            stats = token_logps(predicting, Head.of(self.causal_lm), targets, **options)
             for name, values in vars(stats).items():
                 setattr(out, name, values)
         if "aux_loss" in want:

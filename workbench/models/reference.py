@@ -112,7 +112,8 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy, model: nn.Module) -> None:
         super().__init__(policy)
-        self.policy = Policy(model, layout=policy.layout, pad_to_multiple_of=policy.pad_to_multiple_of)
+        same = {"pad_to_multiple_of": policy.pad_to_multiple_of, "chunked_head": policy.chunked_head}
+        self.policy = Policy(model, layout=policy.layout, **same)
         self.policy.requires_grad_(False).eval()
         self.fingerprint = fingerprint(model)
 
