@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ from workbench.cli.parser import Parser
 from workbench.errors import UserError, nearest
 from workbench.invariants.parity_cases import BESIDE, Case, Row, load_case, load_rows
 from workbench.invariants.parity_expected import expected
-from workbench.invariants.parity_options import Replay, replay, warmup_steps
+from workbench.invariants.parity_rows import Fixture
+from workbench.invariants.parity_trainers import Replay, replay, warmup_steps
 
 # A field matches where |ours - theirs| <= relative * |theirs| + absolute at every step.
 TOLERANCES: dict[str, tuple[float, float]] = {"loss": (1e-5, 1e-6), "grad_norm": (1e-4, 0.0)}
@@ -88,9 +89,7 @@ def run(case: Case, fixture: Path, cache: Path, plan: Replay | None = None, step
     from workbench.data.module import DataModule
 
     plan = plan or replay(case)
-    rows = load_rows(case, fixture)
-    if plan.rows is not None:
-        rows = plan.rows(rows, lambda name: _other_rows(case, fixture, name))
+    rows = _rows(case, plan, fixture)
     recorder = _recorder(case.steps[-1]["step"] if steps is None else steps)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -99,19 +98,30 @@ def run(case: Case, fixture: Path, cache: Path, plan: Replay | None = None, step
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[recorder],
+        callbacks=[*_callbacks(case), recorder],
         **plan.trainer,
     )
     trainer.fit(_method(case, plan, fixture), DataModule(rows, cache_dir=str(cache), **plan.data))
     return recorder.steps
 
 
-def _other_rows(case: Case, fixture: Path, name: str) -> list[Row]:
-    return load_rows(Case(case.name, case.kind, name, {}, [], path=case.path), fixture)
+def _rows(case: Case, plan: Replay, fixture: Path) -> list[Row]:
+    from workbench.models.tokenizer import load_tokenizer
+
+    rows = load_rows(case, fixture)
+    around = Fixture(load_tokenizer(_spec(plan, fixture)), lambda name: load_rows(replace(case, data=name, extras={}), fixture))
+    for change in plan.rows:
+        rows = change(rows, around)
+    return rows
+
+
+def _spec(plan: Replay, fixture: Path) -> Any:
+    from workbench.models.load import ModelSpec
+
+    return ModelSpec(str(fixture / "model"), **plan.model)
 
 
 def _method(case: Case, plan: Replay, fixture: Path) -> Any:
-    from workbench.models.load import ModelSpec
     from workbench.models.peft import PeftSpec
 
     module, name = plan.target.split(":")
@@ -119,8 +129,40 @@ def _method(case: Case, plan: Replay, fixture: Path) -> Any:
     if "lora" in case.extras:
         asked = case.extras["lora"]
         arguments["peft"] = PeftSpec(**{**LORA, **(asked if isinstance(asked, dict) else {})})
-    model = ModelSpec(str(fixture / "model"), **plan.model)
+    model = _spec(plan, fixture)
+    if "ref_model_scale" in case.extras:
+        arguments["ref_model"] = _scaled(model, case.extras["ref_model_scale"])
+    if plan.head is not None:
+        arguments["tokenizer"], model = _with_head(model, *plan.head)
     return getattr(importlib.import_module(module), name)(model, **arguments)
+
+
+def _scaled(spec: Any, factor: float) -> Any:
+    """The model with its head times ``factor``."""
+    from workbench.models.load import load_model
+
+    model = load_model(spec)
+    model.get_output_embeddings().weight.data.mul_(factor)
+    return model
+
+
+def _with_head(spec: Any, kind: Any, outputs: int) -> tuple[Any, Any]:
+    """The tokenizer, and the model under the head that the fixture's records begin with."""
+    import torch
+
+    from workbench.models.heads import classification_head, load_classifier
+    from workbench.models.tokenizer import load_tokenizer
+
+    model = load_classifier(spec, kind=kind, num_labels=outputs)
+    head = classification_head(model)
+    head.weight.data = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1
+    return load_tokenizer(spec), model
+
+
+def _callbacks(case: Case) -> list[Any]:
+    from workbench.callbacks.averaging import BEMA
+
+    return [BEMA(**{"apply_at_end": False, **case.extras["bema"]})] if "bema" in case.extras else []
 
 
 def _optim(plan: Replay) -> Any:
@@ -263,8 +305,8 @@ def command(argv: Sequence[str]) -> int:
     """``workbench invariants parity CASE.json...``; the exit code is that of `main`."""
     parser = Parser(
         prog="workbench invariants parity",
-        description="Replays runs that TRL logged, on the same model and rows with the same options, and prints for each field the "
-        "largest relative deviation over all steps.",
+        description="Replays runs that TRL logged, on the same model and rows with the same options, and prints for each field "
+        "the largest relative deviation over all steps.",
         epilog="Exit code 0: all cases match; 1: one deviates; 2: one cannot be replayed.",
     )
     parser.add_argument("cases", nargs="+", metavar="CASE.json", help="what was logged: kind, data, args, common, steps")
