@@ -20,11 +20,7 @@ from support import SaveAt, run_method, run_sft
 
 def strategy_of(name):
     if name.startswith("deepspeed"):
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed.comm.torch
-
-        deepspeed.comm.torch.build_shm_op = lambda: None  # gloo does; its own kernel takes a minute to compile
-        from deepspeed_cpu import DeepSpeedOnCPU
+        from workbench.invariants.deepspeed_cpu import DeepSpeedOnCPU
 
         return DeepSpeedOnCPU(int(name[-1]))
     if name == "fsdp2":

@@ -16,6 +16,10 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
+    "check": Subcommand("run classes with their members against their references", "workbench.invariants.commands:check_command"),
+    "record": Subcommand("record the references of classes", "workbench.invariants.commands:record_command"),
+    "compare": Subcommand("compare two runs, reference files or commits", "workbench.invariants.commands:compare_command"),
+    "mutants": Subcommand("plant bugs and show which class rejects them", "workbench.invariants.commands:mutants_command"),
     "parity": Subcommand("replay runs that another trainer logged and compare every step", "workbench.invariants.parity:command"),
 }
 
@@ -27,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     name, *rest = argv
     if name not in SUBCOMMANDS:
-        raise UserError(f"invariants {name}: there is no such subcommand.{nearest(name, SUBCOMMANDS)} Known: {', '.join(SUBCOMMANDS)}.")
+        raise UserError(
+            f"invariants {name}: there is no such subcommand.{nearest(name, SUBCOMMANDS)} Known: {', '.join(SUBCOMMANDS)}."
+        )
     module, function = SUBCOMMANDS[name].function.split(":")
     try:
         return getattr(importlib.import_module(module), function)(rest)
@@ -39,4 +45,6 @@ def page() -> str:
     """The page of ``workbench invariants --help``."""
     width = max(map(len, SUBCOMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {subcommand.about}" for name, subcommand in SUBCOMMANDS.items())
-    return f"usage: workbench invariants <subcommand> [flags]\n\n{lines}\n\nworkbench invariants <subcommand> --help lists its flags"
+    return (
+        f"usage: workbench invariants <subcommand> [flags]\n\n{lines}\n\nworkbench invariants <subcommand> --help lists its flags"
+    )

@@ -1,0 +1,2 @@
+"""The planted bugs."""
+MUTANTS = {}
