@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from datasets import Dataset
 from rich.console import Console
+from support import ROOT
 
 import workbench
 from workbench.cli import inspect_cost, main
@@ -284,6 +285,45 @@ def test_recomputing_costs_a_forward_and_saves_activations():
     plain, recomputed = cost()["cost"], cost("method.gradient_checkpointing=true")["cost"]
     assert recomputed["flops_per_token"] == pytest.approx(4 / 3 * plain["flops_per_token"])
     assert recomputed["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
+
+
+PAIRS = ("method=dpo", "data.train={path: 'tiny:sums', kwargs: {size: 40}}", *NO_EVAL)
+
+
+def test_a_reference_costs_its_weights_and_a_forward():
+    plain = workbench.inspect("method=orpo", *PAIRS[1:], "rows=0").report["cost"]
+    dpo = workbench.inspect(*PAIRS, "rows=0").report["cost"]
+    assert dpo["memory_bytes"]["weights"] == 2 * plain["memory_bytes"]["weights"]
+    assert dpo["flops_per_token"] == pytest.approx(4 / 3 * plain["flops_per_token"])
+    for without in ("method.reference_free=true", "method.precompute_ref_logps=true"):
+        assert workbench.inspect(*PAIRS, without, "rows=0").report["cost"]["memory_bytes"] == plain["memory_bytes"]
+    over_base = inspect_cost.reference_of({"method": {"_target_": "workbench.methods.dpo.DPO"}, "peft": {"r": 8}})
+    assert over_base == (0, 1), "the base under an adapter is its reference"
+
+
+PARITY = "tests/parity"
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (
+            ["method=dpo", f"data.train={PARITY}/data/preference.jsonl"],
+            ["chosen, 20 tokens", "rejected, 21 tokens", "«The orchard", "«the river", "longer side"],
+        ),
+        (["method=kto", f"data.train={PARITY}/data/unpaired.jsonl"], ["label false", "true 64, false 32", "«the river"]),
+        (["method=dpo", *PAIRS[1:2]], ["«92<|im_end|>↵»", ", rejected 4."]),
+        (["method=kto", *PAIRS[1:2]], ["label true", "«92<|im_end|>↵»"]),
+        (["method=tpo", *PAIRS[1:2]], ["gold, 4 tokens", ", gold 4."]),
+    ],
+    ids=lambda v: " ".join(v[:2]) if v[0].startswith("method") else "",
+)
+def test_rows_of_preference_methods(typed, shown, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    model = ["data=file", "model=hf", f"model.name={PARITY}/model"] if PARITY in typed[1] else NO_EVAL
+    assert main(["inspect", *typed, *model, "rows=1"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in shown), out
 
 
 def test_devices_share_the_rows_and_under_fsdp2_the_weights():

@@ -84,7 +84,22 @@ def test_pairs_count_each_answer_and_read_the_prompt_twice():
     shown = found.shown[0]
     assert [s.title for s in shown.segments] == ["prompt", "chosen", "rejected"]
     assert trained(shown) == ["", "2<|im_end|>\n", "333<|im_end|>\n"]
-    assert shown.note == "margin 2.0"
+    assert shown.note == "margin 2"
+
+
+def test_sides_of_pairs_and_their_margins():
+    pairs = [("2", "33", 0.0), ("22", "3", 1.0), ("222", "333", 2.0), ("2", "333", 3.0)]
+    rows = [{"prompt": "1+1=", "chosen": c, "rejected": r, "margin": m} for c, r, m in pairs]
+    found = inspect(rows)["train"]
+    assert found.counts.trained_by_role == {"chosen": 1 + 2 + 3 + 1 + 4, "rejected": 2 + 1 + 3 + 3 + 4}  # and an end token each
+    assert (found.counts.chosen_longer, found.counts.rejected_longer) == (1, 2)
+    assert found.margins == (0.0, 1.5, 3.0)
+    without = inspect([{k: v for k, v in row.items() if k != "margin"} for row in rows])["train"]
+    assert without.margins is None and without.to_dict()["trained_by_role"]["rejected"] == 13
+    triple = inspect([{**rows[0], "reference": "2222"}])["train"]
+    assert triple.counts.trained_by_role == {"chosen": 2, "rejected": 3, "gold": 5}
+    single = inspect([{"prompt": "a", "completion": "b"}])["train"]
+    assert not single.counts.trained_by_role
 
 
 def test_labels_of_unpaired_and_stepwise_rows():
@@ -94,7 +109,11 @@ def test_labels_of_unpaired_and_stepwise_rows():
     found = inspect([steps])["train"]
     assert found.labels == {"true": 1, "false": 1}
     assert found.counts.lengths.tolist() == [2 + 2 + 3]  # a line break after each step
-    assert [s.title for s in found.shown[0].segments] == ["prompt", "step 1", "step 2"]
+    assert [s.title for s in found.shown[0].segments] == ["prompt", "step 1 (right)", "step 2 (wrong)"]
+    assert not found.shown[0].note
+    soft = inspect([{**steps, "labels": [0.7, -100]}])["train"].shown[0]
+    assert [s.title for s in soft.segments[1:]] == ["step 1 (right with probability 0.7)", "step 2 (no label)"]
+    assert trained(soft) == ["", "\n", ""]
     assert trained(found.shown[0]) == ["", "\n", "\n"]
     assert not kinds({"train": found}), "stepwise rows train no end token, and need none"
 

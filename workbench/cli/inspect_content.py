@@ -94,6 +94,24 @@ def _trained(data: "SetInspection") -> str:
     return f"{data.counts.trained:,} ({data.share_trained:.1%})"
 
 
+def _sides(data: "SetInspection") -> str:
+    rows = max(1, data.counts.rows)
+    return ", ".join(f"{role} {count / rows:,.1f}" for role, count in data.counts.trained_by_role.items())
+
+
+def _longer(data: "SetInspection") -> str:
+    counts = data.counts
+    if not counts.trained_by_role:
+        return ""
+    return (
+        f"chosen in {counts.chosen_longer / counts.rows:.1%} of the rows, rejected in {counts.rejected_longer / counts.rows:.1%}"
+    )
+
+
+def _margins(data: "SetInspection") -> str:
+    return " / ".join(f"{value:.4g}" for value in data.margins) if data.margins else ""
+
+
 def _counter(values: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in values.items())
 
@@ -153,6 +171,9 @@ _LINES: tuple[Line, ...] = (
     ("tokens", "", lambda d: f"{d.counts.tokens:,}" if d.counts.tokens else ""),
     ("trained tokens", "", _trained),
     ("  of weight other than 1", "", lambda d: f"{d.counts.weighted:,}" if d.counts.tokens else ""),
+    ("  per row, mean", "", _sides),
+    ("longer side", "", _longer),
+    ("margins, least / mean / most", "margin", _margins),
     ("messages", "", _roles),
     ("labels", "labels", lambda d: _counter(d.labels)),
     ("images", "", _images),

@@ -52,7 +52,7 @@ def estimate_cost(model: ModelSpec | PreTrainedModel, node: Mapping[str, Any], p
 
     A token takes ``2 N`` operations forward, ``2 N`` backward to the activations and ``2 n`` to the weights (N parameters but
     the input embedding, n trained ones), and ``6 L Q T`` in the causal attention of L layers of width Q over T tokens; once more
-    the forward where activations are recomputed.
+    the forward where activations are recomputed, and another one of a reference.
 
     Args:
         model: of the run.
@@ -66,7 +66,7 @@ def estimate_cost(model: ModelSpec | PreTrainedModel, node: Mapping[str, Any], p
     embedding = 0 if getattr(config, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
     used = parameters.total - embedding
     attention = 2 * text.num_hidden_layers * _attention_width(text) * steps.mean_length
-    passes = 1 + recompute  # forward
+    passes = 1 + recompute + reference_of(node)[1]  # forward
     per_token = 2 * used * (passes + 1) + 2 * min(parameters.trainable, used) + attention * (passes + 2)
     return Cost(
         parameters=parameters,
@@ -77,6 +77,24 @@ def estimate_cost(model: ModelSpec | PreTrainedModel, node: Mapping[str, Any], p
         flops=None if steps.total_steps is None else per_token * steps.computed_per_step * steps.total_steps,
         counts_all_experts=getattr(text, "num_experts_per_tok", None) is not None,
     )
+
+
+def reference_of(node: Mapping[str, Any]) -> tuple[int, int]:
+    """Whole models held as the configured method's reference, and its forward passes per training step.
+
+    An adapter's reference is mostly the base under it, which costs no memory.
+    """
+    from workbench.methods.referenced import Referenced
+    from workbench.run import locate
+
+    method = node.get("method") or {}
+    target = locate(method["_target_"]) if method else None
+    if not isinstance(target, type) or not issubclass(target, Referenced) or method.get("reference_free"):
+        return 0, 0
+    if method.get("precompute_ref_logps"):
+        return 0, 0
+    own = not node.get("peft") or method.get("ref_model") is not None or bool(method.get("sync_ref_model"))
+    return int(own), 1
 
 
 def _attention_width(config: Any) -> int:
@@ -95,6 +113,7 @@ def _memory(spec: ModelSpec, node: Mapping[str, Any], peft: Any, steps: Steps) -
         mixed_precision=precision.endswith("-mixed"),
         optimizer_states=optimizer_states(node.get("optim")),
         gradient_checkpointing=(node.get("method") or {}).get("gradient_checkpointing") or False,
+        frozen_copies=reference_of(node)[0],
     )
     shards = sharding(node.get("strategy"), steps.world_size)
     return replace(

@@ -26,6 +26,7 @@ from workbench.data.inspection_counts import (
     count_rows,
     histogram,
     label_counts,
+    margin_range,
 )
 from workbench.data.inspection_rows import Shower, ShownRow, Traced, choose, documents_of, spread, trace, unpacked
 from workbench.data.module import DataModule
@@ -93,6 +94,7 @@ class SetInspection:
         raw: over its raw rows.
         ends: ids of the tokens that end a turn or text.
         labels: how often each label occurs.
+        margins: least, mean and largest margin of pairs that have one.
         packing: None without packing.
         rows: prepared rows as trained: packs, if packed; None where no row can be trained.
         shown: rows to look at.
@@ -110,6 +112,7 @@ class SetInspection:
     raw: Raw
     ends: tuple[int, ...] = ()
     labels: dict[str, int] = field(default_factory=dict)
+    margins: tuple[float, float, float] | None = None
     packing: Packing | None = None
     rows: Dataset | None = None
     shown: list[ShownRow] = field(default_factory=list)
@@ -150,6 +153,10 @@ class SetInspection:
             "roles": self.raw.roles,
             "images": self.raw.images,
             "labels": self.labels,
+            "margins": self.margins,
+            "trained_by_role": counts.trained_by_role,
+            "chosen_longer": counts.chosen_longer,
+            "rejected_longer": counts.rejected_longer,
             "length_mean": float(counts.lengths.mean()) if counts.rows else 0.0,
             "length_percentiles": counts.percentiles(),
             "packing": None if self.packing is None else asdict(self.packing),
@@ -270,6 +277,7 @@ class _Inspector:
             scan(raw, spec, report),
             self.vocabulary.ends,
             label_counts(plain) if report.data_type.startswith(("unpaired", "stepwise")) else {},
+            margins=margin_range(plain),
             rows=final,
             is_stream=self.data.streaming and name == "train",
         )

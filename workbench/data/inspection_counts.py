@@ -10,6 +10,7 @@ import pyarrow as pa
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from workbench.data.batch import Role
 from workbench.models.tokenizer import turn_terminator
 
 _BLOCK = 10_000
@@ -57,6 +58,7 @@ class Block:
         starts: first token of each segment and the end of the last, ``[S + 1]``.
         parents: the segment of this block that each one continues, or -1, ``[S]``.
         rows: row of each segment ``[S]``.
+        roles: its `Role` ``[S]``.
         row_starts: first token of each row and the end of the last, ``[R + 1]``.
     """
 
@@ -65,6 +67,7 @@ class Block:
     starts: np.ndarray
     parents: np.ndarray
     rows: np.ndarray
+    roles: np.ndarray
     row_starts: np.ndarray
 
     @classmethod
@@ -75,7 +78,8 @@ class Block:
         rows = np.repeat(np.arange(len(table)), np.diff(first))
         parents = np.where(parents >= 0, parents + first[rows], -1)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return cls(ids, _flat(table, "weights")[0], starts, parents, rows, row_starts)
+        roles = _flat(table, "roles")[0]
+        return cls(ids, _flat(table, "weights")[0], starts, parents, rows, roles, row_starts)
 
     def unpacked(self) -> "Block":
         """The same tokens with every segment a row: the documents of packs."""
@@ -87,6 +91,11 @@ class Block:
         inner[self.parents[self.parents >= 0]] = True
         return np.flatnonzero(~inner)
 
+    def trained(self) -> np.ndarray:
+        """Trained tokens of each segment ``[S]``."""
+        before = np.concatenate([[0], np.cumsum(self.weights != 0)])
+        return before[self.starts[1:]] - before[self.starts[:-1]]
+
     def depths(self) -> np.ndarray:
         """Tokens from the root of each segment's sequence to its own end ``[S]``."""
         depths = np.diff(self.starts)
@@ -97,7 +106,7 @@ class Block:
 
 def blocks(rows: Dataset) -> Iterator[Block]:
     """The prepared rows, block by block."""
-    columns = ["input_ids", "weights", "lengths", "parents"]
+    columns = ["input_ids", "weights", "lengths", "parents", "roles"]
     for table in rows.select_columns(columns).with_format("arrow").iter(batch_size=_BLOCK):
         yield Block.of(table)
 
@@ -156,6 +165,9 @@ class Counts:
         blank: rows in which a sequence trains end tokens and white space alone.
         digests: a hash of each row's tokens ``[rows]``.
         lengths: tokens of the longest sequence of each row ``[rows]``.
+        trained_by_role: trained tokens of the segments of each role, in pairs and triples.
+        chosen_longer: pairs whose chosen completion has more trained tokens than the rejected one.
+        rejected_longer: pairs in which it is the other way round.
     """
 
     rows: int = 0
@@ -168,6 +180,9 @@ class Counts:
     blank: int = 0
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    trained_by_role: dict[str, int] = field(default_factory=dict)
+    chosen_longer: int = 0
+    rejected_longer: int = 0
 
     @property
     def duplicates(self) -> int:
@@ -204,6 +219,7 @@ def count_rows(rows: Dataset, vocabulary: Vocabulary, limit: int | None, *, pack
         counts.trained += int(np.count_nonzero(block.weights))
         counts.weighted += int(((block.weights != 0) & (block.weights != 1)).sum())
         _count_sequences(counts, block, vocabulary, limit)
+        _count_sides(counts, block)
         data, width = block.ids.tobytes(), block.ids.itemsize
         digests.append(np.array([hash(data[a * width : b * width]) for a, b in pairwise(block.row_starts.tolist())], np.int64))
         lengths.append(_block_sequences(block)[2])
@@ -230,6 +246,20 @@ def _count_sequences(counts: Counts, block: Block, vocabulary: Vocabulary, limit
     if vocabulary.bos is not None:
         doubled = (block.ids[first] == vocabulary.bos) & (block.ids[first + 1] == vocabulary.bos)
         counts.double_bos += _rows_with(doubled, block.rows[roots])
+
+
+def _count_sides(counts: Counts, block: Block) -> None:
+    """Trained tokens of both sides of pairs, and of a gold completion."""
+    trained = block.trained()
+    sides = {role: trained[block.roles == int(role)] for role in (Role.CHOSEN, Role.REJECTED, Role.GOLD)}
+    if not len(sides[Role.CHOSEN]):
+        return
+    for role, found in sides.items():
+        if len(found):
+            name = role.name.lower()
+            counts.trained_by_role[name] = counts.trained_by_role.get(name, 0) + int(found.sum())
+    counts.chosen_longer += int((sides[Role.CHOSEN] > sides[Role.REJECTED]).sum())
+    counts.rejected_longer += int((sides[Role.CHOSEN] < sides[Role.REJECTED]).sum())
 
 
 def _last(mask: np.ndarray, starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -276,6 +306,14 @@ def _widths() -> Iterator[int]:
     while True:
         yield from (scale, 2 * scale, 5 * scale)
         scale *= 10
+
+
+def margin_range(rows: Dataset) -> tuple[float, float, float] | None:
+    """Least, mean and largest margin of pairs, where they have one."""
+    if "margin" not in rows.column_names:
+        return None
+    values = rows.with_format("arrow")[:].column("margin").to_numpy()
+    return float(values.min()), float(values.mean()), float(values.max())
 
 
 def label_counts(rows: Dataset) -> dict[str, int]:

@@ -230,9 +230,11 @@ class Shower:
             parts = [self._dropped(s, i, features.reason) for i, s in enumerate(row.whole)]
             return ShownRow(title, self._show(parts), note=f"left out: {features.note or features.reason.replace('_', ' ')}")
         parts = _parts(features.ids, features.weights, features.lengths, features.roles)
+        extras = dict(features.extras)
+        _label_steps(parts, features.roles, extras.pop("labels", ()))
         if features.flags & Flag.TRUNCATED and self.limit is not None:
             self._add_cut(parts, row.whole, self.limit)
-        note = ", ".join([*_notes(features.flags), *(f"{k} {v}" for k, v in features.extras.items())])
+        note = ", ".join([*_notes(features.flags), *(f"{k} {_value(v)}" for k, v in extras.items())])
         return ShownRow(
             title, self._show(parts), len(features.ids), int(np.count_nonzero(features.weights)), note, _beyond(parts)
         )
@@ -297,6 +299,18 @@ def _parts(ids: np.ndarray, weights: np.ndarray, lengths: Sequence[int], roles: 
             name += f" {list(roles[: number + 1]).count(role)}"
         parts.append(_Part.of(name, ids[start:end], weights[start:end]))
     return parts
+
+
+def _label_steps(parts: Sequence[_Part], roles: Sequence[int], labels: Sequence[float]) -> None:
+    """Says beside each step what is learnt of it."""
+    steps = [part for part, role in zip(parts, roles, strict=True) if role == Role.STEP]
+    words = {0.0: "wrong", 1.0: "right", -100.0: "no label"}
+    for step, label in zip(steps, labels, strict=bool(labels)):
+        step.title += f" ({words.get(float(label), f'right with probability {label:g}')})"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _beyond(parts: Sequence[_Part]) -> int:
