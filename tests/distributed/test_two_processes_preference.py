@@ -18,7 +18,8 @@ DPO = {
 }
 MOVING = {**DPO, "method": {"beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 2}}
 LORA = {**DPO, "method": {"beta": 0.3, "peft": {"r": 4, "alpha": 8, "init_lora_weights": False}}}
-BASE = {"dpo": DPO, "dpo-moving": MOVING, "dpo-lora": LORA}
+CPO = {**DPO, "kind": "cpo:CPO", "method": {"beta": 0.3}}
+BASE = {"dpo": DPO, "dpo-moving": MOVING, "dpo-lora": LORA, "cpo": CPO}
 SIGNED = ("train/rewards/chosen", "train/rewards/margins", "train/logps/chosen")
 
 
