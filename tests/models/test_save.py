@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import workbench.models.save as saving
 from workbench.errors import UserError
-from workbench.models.card import PAPERS, model_card
+from workbench.models.card import model_card
+from workbench.models.papers import PAPERS
 from workbench.models.heads import load_classifier
 from workbench.models.load import ModelSpec, base_spec, load_model
 from workbench.models.peft import PeftSpec, apply_peft, copy_adapter
