@@ -67,9 +67,11 @@ class Run:
         """The trained transformers model; read from the run's folder if another process trained it."""
         if self.method is not None and self.method.policy is not None:
             return self.method.policy.hf
+        from workbench.models.heads import load_classifier
         from workbench.models.load import load_model
 
-        return load_model(str(self.dir / MODEL_FOLDER))
+        folder, method = str(self.dir / MODEL_FOLDER), locate(self.config.method._target_)
+        return load_model(folder) if method.generates else load_classifier(folder, kind=method.kind, num_labels=method.num_labels)
 
     def generate(self, prompts: str | Sequence[Any], chat: bool | None = None, **options: Any) -> list[str]:
         """Answers texts or conversations with the trained model.
@@ -258,7 +260,18 @@ def build(cfg: DictConfig, **objects: Any) -> Parts:
     callbacks = [*_build_named(node["callbacks"]), *_exact_match(node["exact_match"]), *objects.pop("callbacks", [])]
     loggers = objects.pop("logger", None) or _build_named(node["logger"])
     method = build_method(node, objects)
+    _refuse_writing(method, callbacks)
     return Parts(method, data, build_trainer(node, callbacks, loggers))
+
+
+def _refuse_writing(method: Any, callbacks: Sequence[Any]) -> None:
+    """Raises `UserError` for a callback that asks a model to write which cannot."""
+    asking = [type(callback).__name__ for callback in callbacks if getattr(callback, "generates", False)]
+    if asking and not method.generates:
+        raise UserError(
+            f"{asking[0]} needs a model that writes, and {type(method).__name__} trains one that scores: leave out exact_match, "
+            "callbacks.samples and other callbacks that generate."
+        )
 
 
 def _quiet_libraries() -> None:
@@ -418,11 +431,13 @@ def _save_model(run: Run) -> None:
 
 def _card(run: Run) -> str:
     from workbench.models.card import model_card
+    from workbench.models.papers import papers_of
 
     plain = checker.to_plain(run.config)
     return model_card(
         name=run.config.push_to_hub or run.config.name,
         method=plain["method"]["_target_"].rsplit(".", 1)[-1].lower(),
+        papers=papers_of(plain),
         base_model=plain["model"].get("name"),
         datasets=source_names(plain["data"].get("train")),
         hyperparameters={
@@ -430,6 +445,8 @@ def _card(run: Run) -> str:
         },
         metrics={k: v for k, v in run.metrics.items() if "/" in k},
         adapter=plain.get("peft") is not None,
+        auto_class=run.method.auto_class,
+        num_labels=getattr(run.method, "num_labels", None),
     )
 
 
@@ -494,7 +511,7 @@ def report(run: Run) -> str:
     if run.interrupted:
         return "\n".join([*lines, f"folder      {folder}"])
     if run.config.save_model:
-        lines.append(f"model       {folder}/{MODEL_FOLDER}  (AutoModelForCausalLM.from_pretrained)")
+        lines.append(f"model       {folder}/{MODEL_FOLDER}  ({run.method.auto_class}.from_pretrained)")
     return "\n".join([*lines, f"folder      {folder}", "next        " + "\n            ".join(next_commands(run))])
 
 
@@ -505,12 +522,12 @@ def exact_match(trainer: Any) -> tuple[float, float] | None:
 
 
 def next_commands(run: Run) -> list[str]:
-    """Three commands that lead on from this run."""
+    """Commands that lead on from this run."""
     folder = _short(run.dir)
     lr = OmegaConf.select(run.config, "optim.lr")
     values = ",".join(f"{lr * f:g}" for f in (0.5, 1, 2)) if isinstance(lr, float) else None
     return [
-        f"workbench generate run={folder}",
+        *[f"workbench generate run={folder}"] * run.method.generates,
         f"workbench evaluate run={folder}",
         f"workbench train -m optim.lr={values}" if values else "workbench train -m seed=0,1,2",
     ]

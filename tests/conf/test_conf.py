@@ -23,6 +23,8 @@ DEFAULTS_OF = {
     "workbench.data.module.DataModule": "data/file.yaml",
     "workbench.models.load.ModelSpec": "model/hf.yaml",
     "workbench.models.peft.PeftSpec": "peft/lora.yaml",
+    "workbench.methods.reward.Reward": "method/reward.yaml",
+    "workbench.methods.prm.PRM": "method/prm.yaml",
     "workbench.methods.optim.adamw": "optim/adamw.yaml",
     "workbench.methods.optim.schedule": "scheduler/constant.yaml",
     "workbench.strategies.fsdp2.FSDP2Strategy": "strategy/fsdp2.yaml",

@@ -23,6 +23,8 @@ class ExactMatch(Callback):
         max_new_tokens: longest answer; null is a little more than the longest expected one.
     """
 
+    generates = True  # needs a model that writes
+
     def __init__(self, rows: int = 256, max_new_tokens: int | None = None) -> None:
         super().__init__()
         if rows < 1:

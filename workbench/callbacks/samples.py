@@ -44,6 +44,8 @@ class GenerationSamples(Callback):
         print_rows: how many answers are printed.
     """
 
+    generates = True  # needs a model that writes
+
     def __init__(
         self,
         num_prompts: int = 8,

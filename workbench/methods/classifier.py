@@ -1,5 +1,6 @@
 """`Classifier`: what reward models share, a head that scores in place of one that writes."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,8 +10,11 @@ from transformers import PreTrainedModel
 from workbench.errors import UserError
 from workbench.methods.base import Method
 from workbench.methods.generate import Prompt
-from workbench.models.heads import Kind, load_classifier
+from workbench.models.heads import Kind, classification_head, load_classifier
 from workbench.models.load import ModelSpec
+from workbench.models.policy import Policy
+
+log = logging.getLogger(__name__)
 
 
 class Classifier(Method):
@@ -35,6 +39,13 @@ class Classifier(Method):
         """The classifier before any adapter."""
         seed = self.head_seed if isinstance(self.model_spec, nn.Module) else None
         return load_classifier(self.model_spec, kind=self.kind, num_labels=self.num_labels, seed=seed)
+
+    def build_policy(self) -> Policy:
+        """As in `Method`; says where an adapter leaves the head as it is."""
+        policy = super().build_policy()
+        if not any(parameter.requires_grad for parameter in classification_head(policy.hf).parameters()):
+            log.warning("The classification head is frozen: the adapter does not train it (see peft.modules_to_save).")
+        return policy
 
     def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Refused."""

@@ -6,125 +6,23 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 
 import workbench
+from workbench.models.heads import load_classifier
 from workbench.models.load import load_model, plain
+from workbench.models.papers import PAPERS, Paper
 
-_PACKAGES = ("torch", "lightning", "transformers", "datasets", "peft")
-
-
-@dataclass(frozen=True)
-class Paper:
-    """A paper on arXiv, as a citation needs it.
-
-    Args:
-        authors: ``First Last and others``.
-        year: of the first version.
-        arxiv: number, such as ``2305.18290``.
-        title: as printed.
-    """
-
-    authors: str
-    year: int
-    arxiv: str
-    title: str
-
-    def bibtex(self) -> str:
-        """The entry as BibTeX."""
-        key = re.sub(r"\W", "", self.authors.split(" and ")[0].split()[-1]).lower() + str(self.year)
-        fields = {"title": self.title, "author": self.authors, "year": self.year, "eprint": self.arxiv}
-        lines = [f"  {name} = {{{value}}}," for name, value in fields.items()]
-        return "\n".join([f"@misc{{{key},", *lines, "  archivePrefix = {arXiv},", "}"])
-
-
-PAPERS: dict[str, Paper] = {
-    "bco": Paper(
-        "Seungjae Jung and others",
-        2024,
-        "2404.04656",
-        "Binary Classifier Optimization for Large Language Model Alignment",
-    ),
-    "cpo": Paper(
-        "Haoran Xu and others",
-        2024,
-        "2401.08417",
-        "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
-    ),
-    "dft": Paper(
-        "Yongliang Wu and others",
-        2025,
-        "2508.05629",
-        "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
-    ),
-    "dpo": Paper(
-        "Rafael Rafailov and Archit Sharma and Eric Mitchell and Stefano Ermon and Christopher D. Manning and Chelsea Finn",
-        2023,
-        "2305.18290",
-        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-    ),
-    "gkd": Paper(
-        "Rishabh Agarwal and others",
-        2023,
-        "2306.13649",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-    ),
-    "grpo": Paper(
-        "Zhihong Shao and others",
-        2024,
-        "2402.03300",
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-    ),
-    "kto": Paper(
-        "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
-        2024,
-        "2402.01306",
-        "KTO: Model Alignment as Prospect Theoretic Optimization",
-    ),
-    "minillm": Paper(
-        "Yuxian Gu and Li Dong and Furu Wei and Minlie Huang",
-        2023,
-        "2306.08543",
-        "MiniLLM: Knowledge Distillation of Large Language Models",
-    ),
-    "nash_md": Paper("Rémi Munos and others", 2023, "2312.00886", "Nash Learning from Human Feedback"),
-    "online_dpo": Paper("Shangmin Guo and others", 2024, "2402.04792", "Direct Language Model Alignment from Online AI Feedback"),
-    "orpo": Paper(
-        "Jiwoo Hong and Noah Lee and James Thorne",
-        2024,
-        "2403.07691",
-        "ORPO: Monolithic Preference Optimization without Reference Model",
-    ),
-    "ppo": Paper(
-        "John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov",
-        2017,
-        "1707.06347",
-        "Proximal Policy Optimization Algorithms",
-    ),
-    "prm": Paper(
-        "Jonathan Uesato and others",
-        2022,
-        "2211.14275",
-        "Solving math word problems with process- and outcome-based feedback",
-    ),
-    "reward": Paper("Nisan Stiennon and others", 2020, "2009.01325", "Learning to summarize from human feedback"),
-    "rloo": Paper(
-        "Arash Ahmadian and others",
-        2024,
-        "2402.14740",
-        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
-    ),
-    "xpo": Paper(
-        "Tengyang Xie and others",
-        2024,
-        "2405.21046",
-        "Exploratory Preference Optimization: Harnessing Implicit Q*-Approximation for Sample-Efficient RLHF",
-    ),
+_PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
 }
+_KINDS = {"AutoModelForSequenceClassification": "sequence", "AutoModelForTokenClassification": "token"}
+_PACKAGES = ("torch", "lightning", "transformers", "datasets", "peft")
 
 
 def model_card(
@@ -136,6 +34,8 @@ def model_card(
     hyperparameters: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     adapter: bool = False,
+    auto_class: str = "AutoModelForCausalLM",
+    num_labels: int | None = None,
     papers: Sequence[Paper] | None = None,
     license: str | None = None,
     language: str | list[str] | None = None,
@@ -148,12 +48,14 @@ def model_card(
 
     Args:
         name: of the model, a heading.
-        method: as in ``conf/method``; chooses the paper from `PAPERS`.
+        method: as in ``conf/method``; chooses the paper from `workbench.models.papers.PAPERS`.
         base_model: hub id, or whatever it was loaded from.
         datasets: hub ids, or file names.
         hyperparameters: the settings of the run, nested or flat.
         metrics: final values by name.
         adapter: whether the directory holds an adapter rather than a whole model.
+        auto_class: of transformers, that loads the model (an adapter's base).
+        num_labels: outputs of a classifier.
         papers: to cite; None looks ``method`` up.
         license: hub identifier, such as ``apache-2.0``.
         language: ISO codes.
@@ -168,7 +70,7 @@ def model_card(
         library_name="peft" if adapter else "transformers",
         license=license,
         language=language,
-        pipeline_tag="text-generation",
+        pipeline_tag=_PIPELINES[auto_class],
         tags=[*dict.fromkeys(["workbench", method, *(["lora"] if adapter else []), *tags])],
     )
     parts = [
@@ -176,7 +78,7 @@ def model_card(
         f"# {name}\n",
         f"{description}\n" if description else "",
         _training_text(method, base, data),
-        _usage(name, base, adapter),
+        _usage(name, base, adapter, auto_class, num_labels),
         _table("Results", ("metric", "value"), [(k, _number(v)) for k, v in (metrics or {}).items()]),
         _settings(hyperparameters),
         _table("Versions", ("package", "version"), _versions()),
@@ -192,23 +94,22 @@ def _training_text(method: str, base: str | None, datasets: Sequence[str]) -> st
     return text + " by workbench.\n"
 
 
-def _usage(name: str, base: str | None, adapter: bool) -> str:
+def _usage(name: str, base: str | None, adapter: bool, auto_class: str, num_labels: int | None) -> str:
+    labels = "" if num_labels is None else f", num_labels={num_labels}"
     if adapter and not _is_hub_id(base):
-        lines = [f"from {load_model.__module__} import load_model", "", f"model = load_model({name!r})"]
+        load = load_model if num_labels is None else load_classifier
+        kind = "" if num_labels is None else f", kind={_KINDS[auto_class]!r}"
+        lines = [f"from {load.__module__} import {load.__name__}", "", f"model = {load.__name__}({name!r}{kind}{labels})"]
     elif adapter:
         lines = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
+            f"from transformers import {auto_class}",
             "",
-            f"base = AutoModelForCausalLM.from_pretrained({base!r})",
+            f"base = {auto_class}.from_pretrained({base!r}{labels})",
             f"model = PeftModel.from_pretrained(base, {name!r})",
         ]
     else:
-        lines = [
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"model = AutoModelForCausalLM.from_pretrained({name!r})",
-        ]
+        lines = [f"from transformers import {auto_class}", "", f"model = {auto_class}.from_pretrained({name!r})"]
     return "\n".join(["## Use\n", "```python", *lines, "```\n"])
 
 

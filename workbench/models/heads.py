@@ -6,6 +6,7 @@ before it, nor on the dtype or device it is loaded to.
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from workbench.models.load import (
     load_model,
     locate_spec,
     read_checkpoint,
+    read_json,
     record_of,
     stamp,
     unwrap,
@@ -72,6 +74,11 @@ def load_classifier(
     if location.kind == "adapter":
         from workbench.models.peft import PeftSpec, apply_peft
 
+        if not set(HEADS) & set(read_json(Path(location.path, "adapter_config.json")).get("modules_to_save") or ()):
+            raise UserError(
+                f"The adapter in {location.path} holds no classification head: it is that of a language model. Merge it "
+                "(merge_adapter=true in its run) and name the merged model."
+            )
         base = load_classifier(base_spec(spec, location.path), kind=kind, num_labels=num_labels, seed=seed)
         return apply_peft(base, PeftSpec(adapter=location.path)).eval()
     if location.kind == "tiny" or spec.init == "random":
@@ -130,6 +137,8 @@ def draw_head(model: PreTrainedModel, seed: int) -> None:
 
 
 def _from_object(model: PreTrainedModel, kind: Kind, num_labels: int, seed: int) -> PreTrainedModel:
+    if unwrap(model) is not model and not is_classifier(model):
+        raise UserError("The model given carries an adapter of a language model, which no classifier takes over; merge it first.")
     if type(model).__name__.endswith(f"For{kind.capitalize()}Classification"):
         if model.config.num_labels != num_labels:
             raise UserError(f"num_labels={num_labels}: the classifier given has {model.config.num_labels}.")

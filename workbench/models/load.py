@@ -378,6 +378,11 @@ def _build_random(spec: ModelSpec) -> PreTrainedModel:
 def _load_adapter(spec: ModelSpec, path: str) -> nn.Module:
     from workbench.models.peft import PeftSpec, apply_peft  # which stands on this module
 
+    if read_json(Path(path, "adapter_config.json")).get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
+        raise UserError(
+            f"The adapter in {path} is that of a classifier, not of a language model; use it as a reward or value model "
+            "(workbench.models.heads.load_classifier)."
+        )
     return apply_peft(load_model(base_spec(spec, path)), PeftSpec(adapter=path)).eval()
 
 

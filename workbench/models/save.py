@@ -8,6 +8,7 @@ import contextlib
 import copy
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ from workbench.models.gguf import first_line
 from workbench.models.load import BASE_FIELDS, BASE_FILE, base_name, record_of, unwrap
 from workbench.models.peft import single_adapter
 from workbench.models.tokenizer import as_list, end_token_ids
+
+log = logging.getLogger(__name__)
 
 MERGED = "merged"  # folder of the merged copy, within an adapter's
 # Names that a save may write, and with them those that the next one may replace; all others in a directory are kept.
@@ -74,6 +77,7 @@ def save_pretrained(
     """
     if merge and not isinstance(model, PeftModel):
         raise UserError("merge=true has no effect: the model carries no adapter; drop it.")
+    tokenizer = _padding_apart(model, tokenizer)
     with atomic_directory(directory) as folder:
         if isinstance(model, PeftModel):
             name = adapter or single_adapter(model)
@@ -237,6 +241,31 @@ def _write_full(
         export_generation_config(model, tokenizer).to_json_file(folder / "generation_config.json")
 
 
+def is_sequence_classifier(model: nn.Module) -> bool:
+    """Whether the model, under any adapter, gives one output per sequence."""
+    return type(unwrap(model)).__name__.endswith("ForSequenceClassification")
+
+
+def _padding_apart(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """For a sequence classifier a tokenizer that pads with a token that ends nothing: transformers reads the output at the last
+    token that is no padding, which would otherwise be the one before a text's end."""
+    if tokenizer is None or not is_sequence_classifier(model):
+        return tokenizer
+    ends = end_token_ids(model, tokenizer)
+    if tokenizer.pad_token_id not in ends:
+        return tokenizer
+    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    others = [t for t in (tokenizer.unk_token, tokenizer.bos_token, *special) if t is not None]
+    chosen = next((t for t in others if tokenizer.convert_tokens_to_ids(t) not in ends), None)
+    if chosen is None:
+        log.warning("The tokenizer's only special tokens end a text: transformers will read the score before the end.")
+        return tokenizer
+    log.info("The saved tokenizer pads with %r: %r also ends a text, where the score is read.", chosen, tokenizer.pad_token)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = chosen
+    return tokenizer
+
+
 def _tie(model: PreTrainedModel, tensors: dict[str, Tensor]) -> bool:
     """Lets tied weights share one storage, so that they are written once; False where an adapter has told them apart."""
     equal = True
@@ -281,7 +310,7 @@ def _export_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
         text.use_cache = record.use_cache
     if tokenizer is None:
         return config
-    if not model.can_generate() and text.pad_token_id is None:
+    if is_sequence_classifier(model) or (not model.can_generate() and text.pad_token_id is None):
         text.pad_token_id = tokenizer.pad_token_id  # by which transformers' classifiers find a row's last token
     ends = as_list(text.eos_token_id)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
