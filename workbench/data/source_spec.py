@@ -36,7 +36,7 @@ _WITHOUT_EFFECT: dict[Kind, set[str]] = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One source. Its options apply in this order: split, columns, filter, shuffle, limit, convert.
+    """One source. Its options apply in this order: split, columns, map, filter, shuffle, limit, convert.
 
     Args:
         path: hub name; file, folder or pattern (.jsonl .json .csv .tsv .parquet .arrow .txt, text ones also .gz); folder of
@@ -50,6 +50,7 @@ class SourceSpec:
         sample_by: what is one row of a text file; None: a line.
         kwargs: arguments for the function, the task or ``datasets.load_dataset``.
         columns: new column names, ``{old: new}``.
+        map: ``module:function`` that gives, for a row, columns to add or replace, as a mapping.
         filter: ``module:function`` that says of a row whether to keep it.
         shuffle: seed to shuffle the rows with before the limit; None: keep their order.
         limit: number of rows to keep, or a fraction of them below 1.0.
@@ -67,6 +68,7 @@ class SourceSpec:
     sample_by: SampleBy | None = None
     kwargs: dict[str, Any] | None = None
     columns: dict[str, str] | None = None
+    map: str | None = None
     filter: str | None = None
     shuffle: int | None = None
     limit: int | float | None = None

@@ -5,14 +5,15 @@ source. Nested values that Arrow would change (and in streams all nested values)
 with `workbench.data.formats.normalise_row`, or with `workbench.data.jsontext.decode_row` where the type does not matter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Value
+from datasets.fingerprint import Hasher
 
-from workbench.data.conversions import column_names, convert, iterate, refuse_transformed
+from workbench.data.conversions import column_names, convert, iterate, refuse_transformed, transform_rows
 from workbench.data.imports import import_object
 from workbench.data.jsontext import decode_row
 from workbench.data.mixtures import Interleave, mix
@@ -99,6 +100,10 @@ def _apply_options(rows: Rows, spec: SourceSpec) -> Rows:
     if spec.columns:
         rows = _rename(rows, spec)
     _refuse_empty(rows, spec, "holds no row")
+    if spec.map is not None:
+        function = import_object(spec.map) if isinstance(spec.map, str) else spec.map
+        changed = partial(_with_columns, function=function, label=f"{spec.label}, map {spec.map}")
+        rows = transform_rows(rows, changed, f"map {Hasher.hash(function)}")
     if spec.filter is not None:
         keep = import_object(spec.filter) if isinstance(spec.filter, str) else spec.filter
         rows = _filter(rows, partial(_keeps, keep=keep))
@@ -139,6 +144,14 @@ def _filter(rows: Rows, keep: Callable[[dict], bool]) -> Rows:
         return rows.filter(keep)
     # by index, so that the fingerprint tells what was kept and not what the function is called
     return rows.select([index for index, row in enumerate(iterate(rows)) if keep(row)])
+
+
+def _with_columns(row: dict, index: int, function: Callable[[dict], Any], label: str) -> list[dict]:
+    row = decode_row(row)
+    columns = function(row)
+    if not isinstance(columns, Mapping):
+        raise UserError(f"Source {label}: row {index} became a {type(columns).__name__}; return a mapping of columns.")
+    return [{**row, **columns}]
 
 
 def _keeps(row: dict, keep: Callable[[dict], Any]) -> bool:
