@@ -125,9 +125,32 @@ def test_order_and_positions_of_a_forest():
     assert Forest([1, 1, 1], [-1, 0, 1]).context(2) == [0, 1]
 
 
-def test_masks_of_windows():
-    mask = Forest([4], [-1]).mask(2, 2, 3, torch.device("cpu"))
-    assert mask.tolist() == [[True, True, True, False], [False, True, True, True]]
+def test_buckets_hold_every_token_once_and_what_it_may_see():
+    """By hand: a prompt of 3 with completions of 2 and 4, and a window of 3."""
+    forest = Forest([3, 2, 4], [-1, 0, 0])
+    seen = {}
+    for bucket in forest.buckets:
+        mask = bucket.mask(3)
+        for g, length in enumerate(bucket.lengths):
+            for i in range(length):
+                row = mask[g if len(mask) > 1 else 0, 0, i] if mask is not None else torch.arange(bucket.keys.shape[1]) <= i
+                seen[bucket.queries[g, i].item()] = bucket.keys[g][row].tolist()
+    assert seen == {
+        **{0: [0], 1: [0, 1], 2: [0, 1, 2]},
+        **{3: [1, 2, 3], 4: [2, 3, 4]},
+        **{5: [1, 2, 5], 6: [2, 5, 6], 7: [5, 6, 7], 8: [6, 7, 8]},
+    }
+
+
+@pytest.mark.parametrize("call", [0, 100, 10**9])
+def test_buckets_change_no_number(monkeypatch, call):
+    """One segment a call, some together, all together."""
+    monkeypatch.setattr(attention, "_CALL", call)
+    for architecture in ("llama", "mistral", "gemma2"):
+        assert_equal(tiny_model(architecture, size="pico"), "shared")
+    buckets = to_inputs(FOREST, "shared").forest.buckets
+    assert sum(len(b.lengths) for b in buckets) == len(FOREST.row)
+    assert (len(buckets) == 1) == (call == 10**9)
 
 
 def test_other_implementations_are_refused_for_shared():

@@ -9,12 +9,15 @@ repeats a forward later, when a global would already describe another batch.
 """
 
 import functools
+import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,7 +25,43 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from workbench.errors import UserError
 
 PREFIX = "forest_"  # of the registered names; what follows computes whenever there is no forest
+_CALL = 4096  # products of a query and a key that take about as long as one more call
 OURS = ("sdpa", "eager")  # implementations that a forest can stand in for
+
+
+@dataclass
+class Bucket:
+    """Segments of similar sizes that are computed together, padded on the right to the largest of them.
+
+    Args:
+        queries: tokens of each segment ``[G, L]``, indices into the row; any where it is padded.
+        keys: tokens that it may see, in order: those of the segments that it continues, then its own ``[G, K]``.
+        before: how many of the keys are not its own ``[G]``.
+        lengths: tokens of each segment ``[G]``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    before: list[int]
+    lengths: list[int]
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Which keys each query sees ``[G or 1, 1, L, K]``; None where each sees all before it. Padding comes after every token
+        that counts, and so is seen by padding alone."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        if not any(self.before) and (window is None or window >= self.keys.shape[1]):
+            return None
+        device = self.queries.device
+        same = len(set(self.before)) == 1
+        before = torch.tensor(self.before[:1] if same else self.before, device=device)
+        query = before[:, None, None, None] + torch.arange(self.queries.shape[1], device=device)[:, None]
+        distance = query - torch.arange(self.keys.shape[1], device=device)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 @dataclass
@@ -32,11 +71,12 @@ class Forest:
     Args:
         lengths: tokens of each segment, N in all.
         parent: the segment that each one continues, an earlier one, or -1.
+        device: of the indices.
     """
 
     lengths: list[int]
     parent: list[int]
-    _masks: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
+    device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     def context(self, segment: int) -> list[int]:
         """The segments that ``segment`` continues, from the root on."""
@@ -45,15 +85,52 @@ class Forest:
             chain.append(segment)
         return chain[::-1]
 
-    def mask(self, length: int, before: int, window: int | None, device: torch.device) -> Tensor:
-        """Which of ``before + length`` keys each of ``length`` queries at their end sees ``[length, before + length]``."""
-        key = (length, before, window, device)
-        if key not in self._masks:
-            query = torch.arange(before, before + length, device=device)[:, None]
-            distance = query - torch.arange(before + length, device=device)[None]
-            seen = distance >= 0
-            self._masks[key] = seen if window is None else seen & (distance < window)
-        return self._masks[key]
+    @functools.cached_property
+    def buckets(self) -> list[Bucket]:
+        """All segments, each in one bucket."""
+        starts = [0, *itertools.accumulate(self.lengths)]
+        contexts = [self.context(segment) for segment in range(len(self.lengths))]
+        before = [sum(self.lengths[s] for s in context) for context in contexts]
+
+        def tokens(segments: Sequence[int]) -> Tensor:
+            return torch.cat([torch.arange(starts[s], starts[s + 1]) for s in segments])
+
+        made = []
+        for group in _similar([(before[s] + n, n) for s, n in enumerate(self.lengths)]):
+            queries = pad_sequence([tokens([s]) for s in group], batch_first=True)
+            keys = pad_sequence([tokens([*contexts[s], s]) for s in group], batch_first=True)
+            lengths = [self.lengths[s] for s in group]
+            made.append(Bucket(queries.to(self.device), keys.to(self.device), [before[s] for s in group], lengths))
+        return made
+
+    @functools.cached_property
+    def order(self) -> Tensor:
+        """For every token of the row its place in the buckets' queries, laid end to end ``[N]``."""
+        place = torch.empty(sum(self.lengths), dtype=torch.int64)
+        offset = 0
+        for bucket in self.buckets:
+            groups, width = bucket.queries.shape
+            real = torch.arange(width) < torch.tensor(bucket.lengths)[:, None]
+            place[bucket.queries.cpu()[real]] = (offset + torch.arange(groups * width).view(groups, width))[real]
+            offset += groups * width
+        return place.to(self.device)
+
+
+def _similar(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Segments by ``(keys, queries)`` in groups: one more joins where the padding costs less than a call of its own would."""
+    groups: list[list[int]] = []
+    for segment in sorted(range(len(sizes)), key=lambda s: sizes[s]):
+        keys, queries = sizes[segment]
+        if groups:
+            group = groups[-1]
+            longest = max(sizes[s][1] for s in group)
+            area = len(group) * sizes[group[-1]][0] * longest
+            joined = (len(group) + 1) * keys * max(longest, queries)
+            if joined - area - keys * queries <= _CALL:
+                group.append(segment)
+                continue
+        groups.append([segment])
+    return groups
 
 
 def install(model: PreTrainedModel) -> bool:
@@ -106,44 +183,46 @@ def _attention(
     for unknown in ("s_aux", "position_bias"):
         if kwargs.get(unknown) is not None:
             raise UserError(f"{type(module).__name__} passes {unknown}, which packed and shared layouts do not know.")
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    # One split each: the backward of a slice would write a tensor of the whole row for every segment.
-    queries, keys, values = (t.split(forest.lengths, dim=2) for t in (query, key, value))
+    heads, width = query.shape[1], query.shape[3]
+    rows = [t[0].transpose(0, 1).flatten(1) for t in (query, key, value)]
     options = {"dropout": dropout, "scaling": scaling, "window": sliding_window, "softcap": softcap}
     outputs = []
-    for segment, q in enumerate(queries):
-        chain = [*forest.context(segment), segment]
-        k, v = (_join([parts[s] for s in chain]) for parts in (keys, values))
-        outputs.append(_segment(forest, q, k, v, **options))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    for bucket in forest.buckets:
+        q, k, v = (_take(r, i, width) for r, i in zip(rows, (bucket.queries, bucket.keys, bucket.keys), strict=True))
+        if heads > k.shape[1]:
+            k, v = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (k, v))
+        out = _compute(q, k, v, bucket, **options)
+        outputs.append(out.transpose(1, 2).reshape(-1, heads * value.shape[3]))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return F.embedding(forest.order, joined).view(1, -1, heads, value.shape[3]), None
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+def _take(rows: Tensor, index: Tensor, width: int) -> Tensor:
+    """Rows ``[N, heads * D]`` at ``index [G, L]`` as ``[G, heads, L, D]``. (An embedding's backward adds up in parallel, that of
+    an indexing operation row by row.)"""
+    return F.embedding(index, rows).unflatten(2, (-1, width)).transpose(1, 2)
 
 
-def _segment(
-    forest: Forest,
+def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    bucket: Bucket,
     *,
     dropout: float,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of the last ``L`` of ``K`` tokens over all of them."""
-    length, total = query.shape[2], key.shape[2]
-    window = window if window is not None and window < total else None
-    plain = length == total and window is None
-    if softcap is None and plain:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, is_causal=length > 1)
-    mask = forest.mask(length, total - length, window, query.device)
+    """Attention of a bucket ``[G, heads, L, D]``."""
+    mask = bucket.mask(window)
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        causal = mask is None and query.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=causal
+        )
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
@@ -152,6 +231,4 @@ def _segment(
 
 def _eager_of(module: nn.Module) -> object:
     """The eager function of the module's own family, which models keep beside their attention class."""
-    import sys
-
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

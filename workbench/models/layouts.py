@@ -81,12 +81,12 @@ def _padded(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> Mo
 
 def _packed(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> ModelInputs:
     lengths = [len(chain) for chain in chains]
-    return _row(batch, torch.cat(chains), Forest(lengths, [-1] * len(chains)), multiple)
+    return _row(batch, torch.cat(chains), Forest(lengths, [-1] * len(chains), batch.tokens.device), multiple)
 
 
 def _shared(batch: MicroBatch, multiple: int | None) -> ModelInputs:
     order = torch.arange(len(batch.tokens), device=batch.tokens.device)
-    return _row(batch, order, Forest(batch.starts.diff().tolist(), batch.parent.tolist()), multiple)
+    return _row(batch, order, Forest(batch.starts.diff().tolist(), batch.parent.tolist(), order.device), multiple)
 
 
 def _row(batch: MicroBatch, order: Tensor, forest: Forest, multiple: int | None) -> ModelInputs:
