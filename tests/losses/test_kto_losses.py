@@ -178,3 +178,25 @@ def test_distribution_weights_are_clipped_odds():
     assert bco.distribution_weights(torch.tensor([0.1]), minimum=0.0).item() == pytest.approx(1 / 9)
     assert bco.distribution_weights(torch.tensor([0.99]), maximum=20.0).item() == 20.0
     assert not bco.distribution_weights(torch.tensor([0.75], requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (6, 20)])
+def test_the_prompts_classifier_is_at_its_minimum(shape):
+    """The gradient of the penalised, balanced loss vanishes; also with more dimensions than rows, far from the origin."""
+    x = 5 + draw(shape[0] * shape[1]).reshape(shape)
+    labels = torch.arange(shape[0]) % 3 == 0
+    w, b = (value.requires_grad_() for value in bco.fit_density_ratio(x, labels))
+    weights = torch.where(labels, 0.5 / labels.double().mean(), 0.5 / (~labels).double().mean())
+    signs = torch.where(labels, 1.0, -1.0).double()
+    loss = 0.5 * w.square().sum() - (weights * torch.nn.functional.logsigmoid(signs * (x @ w + b))).sum()
+    loss.backward()
+    assert w.grad.abs().max() < 1e-8
+    assert b.grad.abs() < 1e-8
+    assert w.abs().max() > 0.05
+
+
+def test_the_prompts_classifier_knows_the_densities_not_the_frequencies():
+    """With features that tell nothing the odds are 1, however rare a label is."""
+    labels = torch.arange(40) % 10 == 0
+    w, b = bco.fit_density_ratio(torch.ones(40, 2), labels)
+    assert bco.distribution_weights(torch.sigmoid(torch.ones(2).double() @ w + b)) == pytest.approx(1.0)

@@ -3,9 +3,10 @@
 import functools
 import math
 
+import lightning as L
 import pytest
 import torch
-from support import DATA, MODEL, SaveAt, assert_same_trajectory, deviation, run_method
+from support import DATA, MODEL, QUIET, SaveAt, assert_same_trajectory, deviation, run_method
 
 from workbench.callbacks.averaging import EMA
 from workbench.data.module import DataModule
@@ -310,9 +311,10 @@ def test_a_reference_that_follows_by_shares(alpha):
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_a_reference_that_has_moved_resumes(tmp_path, peft):
     options = {"sync_ref_model": True, "ref_model_sync_steps": 3, "peft": peft, "beta": 0.3}
-    whole, _, _ = run(SHUFFLED, options, {"max_steps": 8}, callbacks=[SaveAt(tmp_path, [5])])
-    rest, _, _ = run({**SHUFFLED, "micro_batch_size": 4}, options, {"max_steps": 8}, checkpoint=tmp_path / "5.ckpt")
-    assert_same(rest, whole[5:])
+    whole, _, _ = run(SHUFFLED, options, {"max_steps": 8}, callbacks=[SaveAt(tmp_path, [5, 6])])
+    for stop in (5, 6):  # also right after a move
+        rest, _, _ = run({**SHUFFLED, "micro_batch_size": 4}, options, {"max_steps": 8}, checkpoint=tmp_path / f"{stop}.ckpt")
+        assert_same(rest, whole[stop:])
     still, _, _ = run(SHUFFLED, {"peft": peft, "beta": 0.3}, {"max_steps": 8})
     assert deviation(still[5:], whole[5:], "train/rewards/chosen") > 1e-3
 
@@ -470,3 +472,12 @@ def test_an_average_needs_a_reference_to_move():
         run(method={"sync_ref_model": True}, callbacks=[EMA(update_ref_model=True)])
     with pytest.raises(UserError, match="have no effect with update_ref_model=false"):
         EMA(ref_model_update_freq=3)
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_evaluation_without_training_has_its_reference(precompute, tmp_path):
+    module = DPO(MODEL, precompute_ref_logps=precompute)
+    data = DataModule(**PAIRS, eval=PAIRS["train"], batch_size=8, cache_dir=str(tmp_path))
+    found = L.Trainer(**QUIET, devices=1).validate(module, data, verbose=False)[0]
+    assert found["val/loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert found["val/rewards/chosen"] == pytest.approx(0.0, abs=1e-4)

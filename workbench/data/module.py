@@ -314,6 +314,7 @@ class DataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> list[DataLoader]:
         """One loader per evaluation set."""
+        self.trainer.lightning_module.before_evaluation_data()
         world_size, rank = data_parallel(self.trainer.strategy)
         rows = self.eval_micro_batch_size or self.micro_batch_size or min(self.batch_size, 64)
         loaders = []

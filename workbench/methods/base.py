@@ -270,6 +270,9 @@ class Method(L.LightningModule):
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
+    def before_evaluation_data(self) -> None:
+        """Called before evaluation rows are dealt out, while columns can still be added to them."""
+
     def evaluation_step(self, batch: MicroBatch, evaluation: Evaluation) -> None:
         """Adds one micro-batch of an evaluation set to ``evaluation``."""
         raise NotImplementedError

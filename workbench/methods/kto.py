@@ -126,7 +126,7 @@ class KTO(Unpaired):
         """Checks that completions can be exchanged, and how the labels are balanced."""
         super().on_fit_start()
         data = self.trainer.datamodule
-        name = "batch_size" if self.mismatched == "step" else "micro_batch_size"
+        name = "micro_batch_size" if self.mismatched == "micro_batch" and data.micro_batch_size else "batch_size"
         if self.mismatched and getattr(data, name) == 1:
             raise UserError(
                 f"data.{name}=1 leaves no other row to take a completion from, so KTO has no baseline; use 2 or more, or "

@@ -189,6 +189,8 @@ class Referenced(Method):
             weights: of its `outputs` in the sums ``[T]``.
         """
         if COLUMN in batch.extras or self.reference is None:
+            if self.needs_reference and COLUMN not in batch.extras and not batch.is_empty:
+                raise RuntimeError("the reference was freed, and these rows have no precomputed log-probabilities")
             sums = torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
             if COLUMN in batch.extras:
                 sums[self.completions_of(batch)] = batch.extras[COLUMN]
@@ -214,7 +216,7 @@ class Referenced(Method):
         super().on_fit_start()
         self._ready_reference()
 
-    def on_validation_start(self) -> None:
+    def before_evaluation_data(self) -> None:
         """As `on_fit_start`, for evaluation without training."""
         if self.trainer.state.fn != "fit":
             self._ready_reference()
@@ -266,10 +268,11 @@ class Referenced(Method):
         self._moved = True
         self.reference.move(weights, share)
 
-    def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
-        """Moves the reference where that is due."""
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        if self.sync_ref_model and self._closing and self.trainer.global_step % self.ref_model_sync_steps == 0:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves the reference where that is due: here, as callbacks write checkpoints before `on_train_batch_end`."""
+        super().optimizer_step(*args, **kwargs)
+        step = self.trainer.global_step + 1  # the trainer counts it after this
+        if self.sync_ref_model and self._closing and step % self.ref_model_sync_steps == 0:
             if isinstance(self.reference, MergedCopy):
                 self.reference.follow(self.ref_model_mixup_alpha)
             else:
