@@ -92,6 +92,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "loss_weights": list,
     "ld_alpha": float,
     "center_rewards_coefficient": float,
+    "max_completion_length": int,
 }
 
 
@@ -107,6 +108,10 @@ class Options:
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults[name])
+
+    def get(self, name: str) -> Any:
+        """The value of an option, or None where there is no such option."""
+        return self.given.get(name, self.defaults.get(name))
 
     def pick(self, **names: str) -> dict[str, Any]:
         """``{ours: value of theirs}``."""

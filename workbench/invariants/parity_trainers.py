@@ -34,6 +34,8 @@ class Replay:
         trainer: arguments of the trainer.
         rows: functions that turn the fixture's rows into the method's, one after the other.
         head: kind and outputs of the classification head, for a method that scores.
+        matched_prompts: whether the weights of undesirable rows match the desirable ones' prompts.
+        per_label: whether metrics of a label are means over all its rows of a step.
     """
 
     target: str
@@ -45,6 +47,8 @@ class Replay:
     trainer: dict[str, Any] = field(default_factory=dict)
     rows: list[parity_rows.Change] = field(default_factory=list)
     head: tuple[str, int] | None = None
+    matched_prompts: bool = False
+    per_label: bool = False
 
 
 class Trainer(NamedTuple):
@@ -64,12 +68,17 @@ def replay(case: Case) -> Replay:
     check_choice("kind", case.kind, TRAINERS)
     trainer = TRAINERS[case.kind]
     options = Options(case.kind, trainer.defaults, case.options)
-    made = Replay(trainer.target, method={"scope": "micro_batch"}, data=_batches(options))
+    made = Replay(trainer.target, method={"scope": "micro_batch", "layout": "padded"}, data=_batches(options))
     made.optim, made.schedule, made.trainer = _optim(options), _schedule(options), _trainer(options)
-    made.model = _model(options, case)
+    made.model, made.matched_prompts = _model(options, case), "udm" in case.extras
     made.method["gradient_checkpointing"] = options["gradient_checkpointing"]
     trainer.read(options, made)
     return made
+
+
+def option_of(case: Case, name: str) -> Any:
+    """An option of a case, given or by default; None where its trainer has no such option."""
+    return Options(case.kind, TRAINERS[case.kind].defaults, case.options).get(name)
 
 
 # -- what all trainers share ----------------------------------------------------------------------------------------
@@ -145,20 +154,23 @@ def _shared(options: Options, made: Replay) -> None:
     if "truncation_mode" in options.defaults:
         check_choice("truncation_mode", options["truncation_mode"], ("keep_start", "keep_end"))
         made.data["truncation"] = options["truncation_mode"]
-    _padding(options, made)
     if "sync_ref_model" in options.defaults and options["sync_ref_model"]:
         made.method["sync_ref_model"] = True
         made.method |= options.pick(ref_model_mixup_alpha="ref_model_mixup_alpha", ref_model_sync_steps="ref_model_sync_steps")
     if "precompute_ref_log_probs" in options.defaults and options["precompute_ref_log_probs"]:
-        made.method |= {"precompute_ref_logps": True, "precompute_ref_micro_batch_size": options["precompute_ref_batch_size"]}
+        made.method["precompute_ref_logps"] = True
+        if "precompute_ref_batch_size" in options.defaults:
+            made.method["precompute_ref_micro_batch_size"] = options["precompute_ref_batch_size"]
+    _padding(options, made)
 
 
 def _padding(options: Options, made: Replay) -> None:
-    """Rows padded to a multiple, or not padded at all; neither changes a number."""
+    """Rows padded to a multiple, or not padded at all; neither changes a number (beyond rounding, which a first step against
+    values computed in other batches would show: policy and reference are no longer equal bit for bit)."""
     multiple = options["pad_to_multiple_of"] if "pad_to_multiple_of" in options.defaults else None
     if isinstance(multiple, str):
         multiple = int(multiple) if multiple.isdigit() else None  # auto
-    if "padding_free" in options.defaults and options["padding_free"]:
+    if "padding_free" in options.defaults and options["padding_free"] and "precompute_ref_logps" not in made.method:
         made.method["layout"] = "packed"
     elif multiple:
         made.method["pad_to_multiple_of"] = int(multiple)
@@ -257,7 +269,7 @@ def _orpo(options: Options, made: Replay) -> None:
 
 
 def _rendered(options: Options, made: Replay) -> None:
-    """CPO and ORPO tokenise rendered text, and put an end token behind the one that the template prints."""
+    """CPO, ORPO and BCO tokenise rendered text, and put an end token behind the one that the template prints."""
     made.rows.append(parity_rows.rendered)
     if options["max_length"] is None:
         made.data["max_length"] = 512
@@ -271,6 +283,31 @@ def _tpo(options: Options, made: Replay) -> None:
     if options["loss_type"] == "tpo-l":
         made.method["tpo_l_gamma"] = options["tpo_l_gamma"]
     made.rows.append(parity_rows.with_gold)
+    _shared(options, made)
+
+
+def _bco(options: Options, made: Replay) -> None:
+    made.method |= {"beta": options["beta"], "shift_scope": "micro_batch"}
+    made.per_label = True
+    if made.matched_prompts:
+        made.method |= {"use_udm": True} | options.pick(
+            prompt_sample_size="prompt_sample_size", min_density_ratio="min_density_ratio", max_density_ratio="max_density_ratio"
+        )
+    made.rows.append(parity_rows.unpaired)
+    _rendered(options, made)
+
+
+def _prm(options: Options, made: Replay) -> None:
+    if options["label_smoothing_factor"]:
+        raise UserError(f"label_smoothing_factor={options['label_smoothing_factor']} of TRL's prm trainer is not replayed.")
+    if options["max_completion_length"] is not None:
+        raise UserError(
+            f"max_completion_length={options['max_completion_length']} of TRL's prm trainer is not replayed: use null."
+        )
+    made.data["step_separator"] = options["step_separator"]
+    if options["train_on_last_step_only"]:
+        made.data["train_on"] = "last_step"
+    made.head = ("token", 2)
     _shared(options, made)
 
 
@@ -316,6 +353,22 @@ _REWARD: dict[str, Any] = {
     "eos_token": None,
 }
 _CPO: dict[str, Any] = {"loss_type": "sigmoid", "label_smoothing": 0.0, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "alpha": 0.0}
+_DECODER: dict[str, Any] = {"max_completion_length": None}  # read of encoder-decoders alone
+_BCO: dict[str, Any] = {
+    "learning_rate": 5e-7,
+    "precompute_ref_log_probs": False,
+    "prompt_sample_size": 1024,
+    "min_density_ratio": 0.5,
+    "max_density_ratio": 10.0,
+}
+_PRM: dict[str, Any] = {
+    "learning_rate": 1e-5,
+    "disable_dropout": True,
+    "max_completion_length": None,
+    "step_separator": "\n",
+    "train_on_last_step_only": False,
+    "label_smoothing_factor": 0.0,
+}
 _TPO: dict[str, Any] = {
     "learning_rate": 5e-7,
     "beta": 0.01,
@@ -330,7 +383,10 @@ TRAINERS: dict[str, Trainer] = {
     "dpo": Trainer("workbench.methods.dpo:DPO", _dpo, {**_PAIRS, **_CUT, **_MULTIPLE, **_REFERENCE, **_DPO}),
     "kto": Trainer("workbench.methods.kto:KTO", _kto, {**_PAIRS, **_MULTIPLE, **_REFERENCE, **_KTO}),
     "reward": Trainer("workbench.methods.reward:Reward", _reward, {**_MULTIPLE, **_REWARD}),
-    "cpo": Trainer("workbench.methods.cpo:CPO", _cpo, {**_PAIRS, **_CPO}),
-    "orpo": Trainer("workbench.methods.orpo:ORPO", _orpo, _PAIRS),
+    "cpo": Trainer("workbench.methods.cpo:CPO", _cpo, {**_PAIRS, **_DECODER, **_CPO}),
+    "orpo": Trainer("workbench.methods.orpo:ORPO", _orpo, {**_PAIRS, **_DECODER}),
     "tpo": Trainer("workbench.methods.tpo:TPO", _tpo, {**_PAIRS, **_CUT, **_MULTIPLE, **_TPO}),
+    # of TRL 1.13, the last one to have them
+    "bco": Trainer("workbench.methods.bco:BCO", _bco, {**_PAIRS, **_DECODER, **_BCO}),
+    "prm": Trainer("workbench.methods.prm:PRM", _prm, _PRM),
 }
