@@ -154,6 +154,7 @@ def apply_peft(
     full_precision = not isinstance(spec, PeftSpec) or spec.adapter_dtype == "float32"
     with _peft_errors(model), local_rng(seed):
         config = _lora_config(model, spec) if isinstance(spec, PeftSpec) else _plain_config(model, spec)
+        _check_task(model, config)
         model = _add(model, name, config, full_precision)
     _set_magnitudes(model, name)
     return _checked(model)
@@ -359,6 +360,13 @@ def task_type(model: nn.Module) -> str:
     if kind.endswith("ForSequenceClassification"):
         return "SEQ_CLS"
     return "TOKEN_CLS" if kind.endswith("ForTokenClassification") else "CAUSAL_LM"
+
+
+def _check_task(model: nn.Module, config: PeftConfig) -> None:
+    """A label of another kind would leave a classifier's new head as it was drawn."""
+    kind = task_type(model)
+    if kind != "CAUSAL_LM" and config.task_type != kind:
+        raise UserError(f"peft.task_type={config.task_type} does not fit {type(unwrap(model)).__name__}: leave it out ({kind}).")
 
 
 def _token_indices(model: nn.Module, spec: PeftSpec) -> list[int] | dict[str, list[int]] | None:
