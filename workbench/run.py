@@ -223,6 +223,8 @@ def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, o
     first = rundir.is_first()
     if first:
         _announce(cfg, folder, checkpoint)
+    if checkpoint is None:
+        _note_untrained(parts.method)
     started = time.perf_counter()
     with _children_end_with_us(parts.trainer), _interrupt_stays_one():
         parts.trainer.fit(parts.method, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True)
@@ -271,6 +273,22 @@ def _refuse_writing(method: Any, callbacks: Sequence[Any]) -> None:
         raise UserError(
             f"{asking[0]} needs a model that writes, and {type(method).__name__} trains one that scores: leave out exact_match, "
             "callbacks.samples and other callbacks that generate."
+        )
+
+
+def _note_untrained(method: Any) -> None:
+    """Says so where a method that only refines a model is given one that has learnt nothing."""
+    from workbench.methods.referenced import Referenced
+    from workbench.models.load import ModelSpec
+
+    spec, refines = method.model_spec, isinstance(method, Referenced) or getattr(method, "cpo_alpha", 1) == 0
+    untrained = isinstance(spec, ModelSpec) and (spec.init == "random" or spec.name.partition(":")[0] == "tiny")
+    if refines and untrained:
+        log.warning(
+            "model.name=%s starts untrained, and %s refines what a model can do already: run SFT first (workbench train), then "
+            "give model.name=<its folder>/model.",
+            spec.name,
+            type(method).__name__,
         )
 
 
@@ -502,7 +520,9 @@ def _value(value: Any) -> str:
 def report(run: Run) -> str:
     """The last lines of a run: what came out, where it is, how to go on."""
     folder = _short(run.dir)
-    losses = "  ".join(f"{k} {v:.4f}" for k, v in run.metrics.items() if k.endswith("/loss"))
+    shown = [k for k in run.metrics if k.endswith("/loss")]
+    shown += [run.config.metric] if run.config.metric in run.metrics and run.config.metric not in shown else []
+    losses = "  ".join(f"{k} {run.metrics[k]:.4f}" for k in shown)
     state = "interrupted" if run.interrupted else "finished"
     lines = [f"{state}    {run.metrics['steps']} steps in {run.metrics['seconds']:.0f} s  {losses}".rstrip()]
     before_after = exact_match(run.trainer)
@@ -530,7 +550,16 @@ def next_commands(run: Run) -> list[str]:
         *[f"workbench generate run={folder}"] * run.method.generates,
         f"workbench evaluate run={folder}",
         f"workbench train -m optim.lr={values}" if values else "workbench train -m seed=0,1,2",
+        *_preferences_next(run),
     ]
+
+
+def _preferences_next(run: Run) -> list[str]:
+    """What follows SFT in the embedded world."""
+    name, target = OmegaConf.select(run.config, "model.name"), run.config.method._target_
+    if not run.config.save_model or not str(name).startswith("tiny") or not target.endswith(".SFT"):
+        return []
+    return [f"workbench train method=dpo model.name={_short(run.dir)}/{MODEL_FOLDER}"]
 
 
 def _short(path: pathlib.Path) -> str:
