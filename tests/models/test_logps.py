@@ -63,7 +63,7 @@ def test_the_gradient_is_that_of_finite_differences(small_pieces):
     hidden, head, targets = rig(softcap=3.0)
 
     def loss(h):
-        return token_logps(h, head, targets).logps.double().sum()
+        return token_logps(h, head, targets, chunked=True).logps.double().sum()
 
     (gradient,) = torch.autograd.grad(loss(hidden), hidden)
     direction = torch.randn_like(hidden)
@@ -116,7 +116,8 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch, kind, tokens,
         module = apply_peft(model, PeftSpec(r=2, target_modules=["lm_head"])).get_base_model().lm_head
     hidden = torch.randn(tokens, 4, requires_grad=True)
     with Largest() as largest:
-        stats = token_logps(hidden, Head(module), torch.zeros(tokens, dtype=torch.int64), want=("entropy",))
+        targets = torch.zeros(tokens, dtype=torch.int64)
+        stats = token_logps(hidden, Head(module), targets, want=("entropy",), chunked=True)
         stats.logps.sum().backward()
     assert hidden.grad.abs().sum() > 0
     assert largest.most <= max(2**16, 4 * vocabulary, 4 * tokens)
@@ -145,3 +146,14 @@ def test_hooks_on_the_head_are_called():
     (ours, _), (theirs, _) = both(hidden, head, targets)
     assert torch.allclose(ours.logps, theirs.logps)
     assert not head.is_plain
+
+
+def test_few_logits_are_formed_at_once_and_many_in_pieces(monkeypatch):
+    hidden, head, targets = rig(dtype=torch.float32)
+    taken = []
+    monkeypatch.setattr(logps._HeadStats, "apply", lambda *args: taken.append(1) or (args[0].sum(-1),))
+    token_logps(hidden, head, targets)
+    assert not taken
+    monkeypatch.setattr(logps, "_FEW", T * V - 1)
+    token_logps(hidden, head, targets)
+    assert taken

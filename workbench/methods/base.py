@@ -51,7 +51,8 @@ class Method(L.LightningModule):
         layout: ``padded`` rows; ``packed`` into one row without padding; ``shared``, which computes a prompt once for all of its
             completions; ``auto``, the best of them that models of this kind pass a test for.
         pad_to_multiple_of: round row lengths up to a multiple.
-        chunked_head: form the logits in pieces, so that memory does not grow with tokens times vocabulary.
+        chunked_head: form the logits in pieces, so that memory does not grow with tokens times vocabulary; ``auto`` does so
+            where they are many.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
@@ -76,7 +77,7 @@ class Method(L.LightningModule):
         disable_dropout: bool = True,
         layout: Layout | Literal["auto"] = "padded",
         pad_to_multiple_of: int | None = None,
-        chunked_head: bool = True,
+        chunked_head: bool | Literal["auto"] = "auto",
         scope: Scope = "step",
         router_aux_loss_coef: float | None = None,
         compute_metrics: ComputeMetrics | None = None,

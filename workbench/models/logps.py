@@ -7,7 +7,7 @@ them again in the backward pass (where the head is frozen it keeps the gradient 
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from workbench.errors import UserError
 
 _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
+_FEW = 2**24  # logits that are formed at once: 64 MiB in fp32
+Chunked = bool | Literal["auto"]
 
 
 @dataclass
@@ -100,7 +102,7 @@ def token_logps(
     *,
     temperature: float = 1.0,
     want: Collection[str] = ("logps",),
-    chunked: bool = True,
+    chunked: Chunked = "auto",
 ) -> TokenStats:
     """Log-probabilities of ``targets`` given the hidden states that predict them.
 
@@ -110,12 +112,14 @@ def token_logps(
         targets: token ids ``[T]``.
         temperature: divides the logits.
         want: any further fields of `TokenStats`.
-        chunked: form the logits in pieces, so that memory does not grow with T x V; else at once, by autograd.
+        chunked: form the logits in pieces, so that memory does not grow with T x V; False forms them at once, which spares the
+            second pass; ``auto`` does that as long as they are few.
 
     Returns:
         `TokenStats` with ``[T]`` tensors.
     """
-    if not chunked:
+    few = len(hidden) * getattr(head.module, "out_features", 2**17) <= _FEW
+    if chunked is False or (chunked == "auto" and few):
         return _stats(head(hidden) / temperature if temperature != 1.0 else head(hidden), targets, want)
     if head.is_plain:
         names = [name for name in STATS if name == "logps" or name in want]

@@ -19,7 +19,7 @@ from workbench.errors import UserError
 from workbench.models import attention
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
-from workbench.models.logps import Head, token_logps
+from workbench.models.logps import Chunked, Head, token_logps
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         hf: the model, plain or wrapped by PEFT.
         layout: how a micro-batch is laid out.
         pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
-        chunked_head: forms the logits in pieces (see `token_logps`).
+        chunked_head: whether logits are formed in pieces (see `token_logps`).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Policy(nn.Module):
         *,
         layout: Layout = "padded",
         pad_to_multiple_of: int | None = None,
-        chunked_head: bool = True,
+        chunked_head: Chunked = "auto",
     ) -> None:
         super().__init__()
         self.chunked_head = chunked_head
