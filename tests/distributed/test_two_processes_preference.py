@@ -19,8 +19,22 @@ DPO = {
 MOVING = {**DPO, "method": {"beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 2}}
 LORA = {**DPO, "method": {"beta": 0.3, "peft": {"r": 4, "alpha": 8, "init_lora_weights": False}}}
 CPO = {**DPO, "kind": "cpo:CPO", "method": {"beta": 0.3}}
-BASE = {"dpo": DPO, "dpo-moving": MOVING, "dpo-lora": LORA, "cpo": CPO}
-SIGNED = ("train/rewards/chosen", "train/rewards/margins", "train/logps/chosen")
+LABELLED = {"train": str(DATA / "unpaired.jsonl"), "eval": str(DATA / "unpaired.jsonl")}
+KTO = {**DPO, "kind": "kto:KTO", "data": {**PAIRS, **LABELLED}, "method": {"beta": 0.3}}
+KTO_LORA = {**KTO, "method": LORA["method"]}
+KTO_STREAM = {**KTO, "data": {**KTO["data"], "streaming": True}, "trainer": {"max_steps": 6, "val_check_interval": 3}}
+BCO = {**KTO, "kind": "bco:BCO", "method": {"beta": 0.3, "use_udm": True}}
+BASE = {
+    "dpo": DPO,
+    "dpo-moving": MOVING,
+    "dpo-lora": LORA,
+    "cpo": CPO,
+    "kto": KTO,
+    "kto-lora": KTO_LORA,
+    "kto-stream": KTO_STREAM,
+    "bco": BCO,
+}
+SIGNED = ("rewards/chosen", "rewards/margins", "logps/chosen", "kl", "delta", "count/rejected")
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +43,18 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preference")
     for name, job in BASE.items():
         run_here({**job, "name": name, "save": [3]}, folder)
-    stored = {**DPO["method"], "precompute_ref_logps": True}
+    stored, fsdp2 = {**DPO["method"], "precompute_ref_logps": True}, {"strategy": "fsdp2"}
     launch(
         folder,
         [
             *({**job, "name": f"{name}-{s}", "strategy": s, "save": [3]} for name, job in BASE.items() for s in ("ddp", "fsdp2")),
-            {
-                **DPO,
-                "name": "dpo-stored-fsdp2",
-                "strategy": "fsdp2",
-                "method": stored,
-                "data": {**DPO["data"], "cache_dir": str(folder)},
-            },
-            {**MOVING, "name": "moving-from-one", "strategy": "fsdp2", "checkpoint": str(folder / "dpo-moving/3.ckpt")},
-            {**LORA, "name": "lora-from-one", "strategy": "fsdp2", "checkpoint": str(folder / "dpo-lora/3.ckpt")},
+            *(
+                {**job, **fsdp2, "name": f"{name}-stored", "method": stored, "data": {**job["data"], "cache_dir": str(folder)}}
+                for name, job, stored in (("dpo", DPO, stored), ("kto", KTO, {"beta": 0.3, "precompute_ref_logps": True}))
+            ),
+            {**MOVING, **fsdp2, "name": "moving-from-one", "checkpoint": str(folder / "dpo-moving/3.ckpt")},
+            {**LORA, **fsdp2, "name": "lora-from-one", "checkpoint": str(folder / "dpo-lora/3.ckpt")},
+            {**BCO, **fsdp2, "name": "bco-from-one", "checkpoint": str(folder / "bco/3.ckpt")},
         ],
     )
     run_here({**MOVING, "name": "moving-from-fsdp2", "checkpoint": str(folder / "dpo-moving-fsdp2/3.ckpt")}, folder)
@@ -52,8 +64,8 @@ def results(tmp_path_factory):
 def assert_same(folder, ours, theirs, first=0):
     ours, theirs = read(folder, ours), read(folder, theirs)
     assert_same_trajectory(ours["steps"], theirs["steps"][first:])
-    for name in SIGNED:
-        values = [[s[name] for s in run] for run in (ours["steps"], theirs["steps"][first:])]
+    for name in SIGNED:  # those that the method has, where the step's rows give them a value
+        values = [[s.get(f"train/{name}", 0.0) for s in run] for run in (ours["steps"], theirs["steps"][first:])]
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-4), name
     assert ours["validation"] == pytest.approx(theirs["validation"], rel=1e-4, abs=1e-5)
 
@@ -64,13 +76,26 @@ def test_two_processes_follow_one(results, name, strategy):
     assert_same(results, f"{name}-{strategy}", name)
 
 
-def test_log_probabilities_of_a_sharded_reference_can_be_stored(results):
-    assert_same(results, "dpo-stored-fsdp2", "dpo")
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_log_probabilities_of_a_sharded_reference_can_be_stored(results, name):
+    assert_same(results, f"{name}-stored", name)
+
+
+def test_labelled_runs_bind(results):
+    """There is a baseline, a shift, and a step in which the two processes hold another number of rows."""
+    assert max(s["train/kl"] for s in read(results, "kto")["steps"]) > 1
+    assert abs(read(results, "bco")["steps"][-1]["train/delta"]) > 0.1
 
 
 @pytest.mark.parametrize(
-    ("resumed", "whole"), [("moving-from-one", "dpo-moving"), ("lora-from-one", "dpo-lora"), ("moving-from-fsdp2", "dpo-moving")]
+    ("resumed", "whole"),
+    [
+        ("moving-from-one", "dpo-moving"),
+        ("lora-from-one", "dpo-lora"),
+        ("moving-from-fsdp2", "dpo-moving"),
+        ("bco-from-one", "bco"),
+    ],
 )
 def test_runs_resume_on_another_number_of_processes(results, resumed, whole):
-    """The moved reference goes through the checkpoint, whole."""
+    """What has moved, a reference or a shift, goes through the checkpoint, whole."""
     assert_same(results, resumed, whole, first=3)

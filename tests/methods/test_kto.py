@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 
 import pytest
 import torch
@@ -183,8 +184,12 @@ def test_a_micro_batch_of_its_own_for_each_micro_batch():
     items = [trainer.train_dataloader.dataset[(0, 0, k)] for k in range(4)]
     assert [[c.num_rows for c in item.companions] for item in items] == [[2, 2, 2, 2], [], [], []]
     assert [c.row.unique().tolist() for c in items[0].companions] == [item.row.unique().tolist() for item in items]
-    moved = items[0].to("cpu")
-    assert len(moved.companions) == 4
+    assert len(items[0].to("cpu").companions) == 4
+    copied = pickle.loads(pickle.dumps(items[0]))  # as from a loader's worker
+    for one, other in zip(copied.companions, items[0].companions, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.weights, other.weights)
+        assert one.norm == other.norm
 
 
 def test_the_baseline_of_single_micro_batches_is_another():

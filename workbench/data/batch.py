@@ -1,6 +1,6 @@
 """`MicroBatch`: what one forward pass gets, ragged and free of any layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -148,6 +148,14 @@ class MicroBatch:
         moved["companions"] = [c.to(device, **kwargs) for c in self.companions]
         return MicroBatch(**moved)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader's worker hands over each tensor as an open file; a step's companions would need hundreds of them.
+        return {**vars(self), "companions": [_converted(vars(c), Tensor, _to_numpy) for c in self.companions]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        companions = [MicroBatch(**_converted(c, np.ndarray, torch.from_numpy)) for c in state["companions"]]
+        vars(self).update({**state, "companions": companions})
+
     @classmethod
     def from_rows(
         cls, rows: Sequence[dict[str, Any]], index: Sequence[int], norm: Normalisers, *, step: int = 0, k: int = 0
@@ -199,6 +207,15 @@ class MicroBatch:
             step=step,
             k=k,
         )
+
+
+def _to_numpy(tensor: Tensor) -> Any:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _converted(fields: dict[str, Any], kind: type, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    extras = {k: convert(v) for k, v in fields["extras"].items()}
+    return {**{k: convert(v) if isinstance(v, kind) else v for k, v in fields.items()}, "extras": extras}
 
 
 def _is_numeric(value: Any) -> bool:

@@ -90,7 +90,7 @@ class KTO(Unpaired):
         """``log p(y) - log ref(y)`` of completions with other rows' prompts, in nats, fp64."""
         parts = []
         for batch in batches:
-            reference = self.reference_sums(batch, self.reference_weights(batch))
+            reference = self.computed_reference_sums(batch, self.reference_weights(batch))
             parts.append((Completions(batch, self.policy(batch)).sums - reference)[batch.segments_of(Role.KL)])
         return torch.cat(parts)
 

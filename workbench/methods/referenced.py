@@ -72,6 +72,7 @@ class Referenced(Method):
         self.reference: Reference | None = None
         self.reference_fingerprint: str | None = None
         self._placed = False
+        self._stored = False  # whether rows carry its log-probabilities
         self._check_reference_options()
 
     needs_reference: bool = True
@@ -188,13 +189,15 @@ class Referenced(Method):
             batch: the micro-batch.
             weights: of its `outputs` in the sums ``[T]``.
         """
-        if COLUMN in batch.extras or self.reference is None:
-            if self.needs_reference and COLUMN not in batch.extras and not batch.is_empty:
-                raise RuntimeError("the reference was freed, and these rows have no precomputed log-probabilities")
-            sums = torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
-            if COLUMN in batch.extras:
-                sums[self.completions_of(batch)] = batch.extras[COLUMN]
-            return sums
+        if self.needs_reference and not self._stored:
+            return self.computed_reference_sums(batch, weights)
+        sums = torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
+        if self._stored and not batch.is_empty:
+            sums[self.completions_of(batch)] = batch.extras[COLUMN]
+        return sums
+
+    def computed_reference_sums(self, batch: MicroBatch, weights: Tensor) -> Tensor:
+        """The same of rows that nothing is stored of; under FSDP2 every rank must call it as often."""
         return sequence_sums(self.reference.logps(batch), weights, batch.segment[batch.outputs], len(batch.row))
 
     def completions_of(self, batch: MicroBatch) -> Tensor:
@@ -228,6 +231,7 @@ class Referenced(Method):
         self._placed = True
         if self.precompute_ref_logps:
             self._precompute()
+            self._stored = True
         self.reference_ready()
         if self.precompute_ref_logps:
             self.after_precompute()
