@@ -6,6 +6,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
+import workbench
 from workbench.cli import check, config, schema
 from workbench.cli.settings import COMMAND_SETTINGS
 from workbench.errors import UserError
@@ -139,6 +140,12 @@ def test_every_described_argument_of_our_classes_has_a_description():
         if path.startswith("workbench."):
             undescribed = [name for name, spec in definition["properties"].items() if "description" not in spec]
             assert not undescribed, f"{path}: {undescribed}"
+
+
+def test_every_method_is_a_name_of_the_package():
+    for target in DEFAULTS_OF:
+        if target.startswith("workbench.methods.") and not target.startswith("workbench.methods.optim"):
+            assert getattr(workbench, target.rpartition(".")[2]) is schema.locate(target)
 
 
 MISSPELT = [
