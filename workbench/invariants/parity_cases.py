@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UserError, file_errors
+from workbench.errors import UserError, file_errors, nearest
 
 # What a step of a record says besides numbers to compare: its own position, or counts that depend on how rows are laid out.
 BESIDE = frozenset({"step", "epoch", "learning_rate", "num_tokens", "num_input_tokens_seen"})
@@ -69,6 +69,7 @@ def load_case(path: Path) -> Case:
     ):
         if not isinstance(case.get(key, {} if key in ("args", "common") else "" if key == "data" else None), types):
             raise UserError(f"{path}: {key}={_short(case.get(key))} must be {form}.")
+    _check_extras(path, case)
     return Case(
         name=str(case.get("case", path.stem)),
         kind=case["kind"],
@@ -81,6 +82,26 @@ def load_case(path: Path) -> Case:
     )
 
 
+def _check_extras(path: Path, case: Mapping[str, Any]) -> None:
+    columns = case.get("columns") or {}
+    if not isinstance(columns, Mapping):
+        raise UserError(f"{path}: columns={_short(columns)} must be an object: a list of values, or one, for each column.")
+    margins = case.get("margin", columns.get("margin", 0.0))
+    for value in margins if isinstance(margins, list) else [margins]:
+        if not _is_number(value):
+            raise UserError(f"{path}: margin={_short(value)} must be a number for each row, or one for all.")
+    if not isinstance(case.get("lora") or {}, bool | Mapping):
+        raise UserError(f"{path}: lora={_short(case['lora'])} must be true, or fields of an adapter.")
+    if not _is_number(case.get("ref_model_scale", 1.0)):
+        raise UserError(f"{path}: ref_model_scale={_short(case['ref_model_scale'])} must be a number.")
+    if not isinstance(case.get("bema") or {}, Mapping):
+        raise UserError(f"{path}: bema={_short(case['bema'])} must be an object.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _steps(path: Path, steps: list[Any]) -> list[dict[str, Any]]:
     if not steps:
         raise UserError(f"{path}: steps is empty, so there is nothing to compare.")
@@ -89,7 +110,7 @@ def _steps(path: Path, steps: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(step, dict) or "loss" not in step:
             raise UserError(f"{path}: steps[{i}]={_short(step)} must be an object with step, loss and metrics.")
         for name, value in step.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if value is not None and not _is_number(value):
                 raise UserError(f"{path}: steps[{i}].{name}={_short(value)} must be a number.")
         at = step.setdefault("step", position + 1)
         if at != int(at) or at <= position:
@@ -100,10 +121,9 @@ def _steps(path: Path, steps: list[Any]) -> list[dict[str, Any]]:
 
 def load_rows(case: Case, fixture: Path) -> list[Row]:
     """The rows of a case, with the columns that it adds."""
-    if isinstance(case.data, list):
-        rows = case.data
-    else:
-        rows = _read_rows(_data_file(case, fixture))
+    rows = case.data if isinstance(case.data, list) else _read_rows(_data_file(case, fixture))
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(f"{case.path}: data holds no rows: it must be a list of objects.")
     columns = dict(case.extras.get("columns") or {})
     if "margin" in case.extras:
         columns["margin"] = case.extras["margin"]
@@ -121,10 +141,10 @@ def _data_file(case: Case, fixture: Path) -> Path:
     else:
         file = fixture / "data" / f"{case.data}.jsonl"
     if not case.data or not file.is_file():
-        there = ", ".join(sorted(f.stem for f in (fixture / "data").glob("*.jsonl"))) or "none"
+        there = sorted(f.stem for f in (fixture / "data").glob("*.jsonl"))
         raise UserError(
-            f"{case.path}: data={case.data!r} names no rows of the fixture; put them at {file}, or write them into the case. "
-            f"There: {there}."
+            f"{case.path}: data={case.data!r} names no rows of the fixture.{nearest(case.data, there)} Put them at {file}, or "
+            f"write them into the case. There: {', '.join(there) or 'none'}."
         )
     return file
 

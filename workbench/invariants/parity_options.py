@@ -96,6 +96,16 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+_FORMS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
 class Options:
     """The options of one run, given or by default; notes which ones are read."""
 
@@ -139,5 +149,5 @@ class Options:
         fits = isinstance(value, wanted) or (float in wanted and isinstance(value, int))
         fits = fits or (int in wanted and isinstance(value, float) and (value == int(value) or name == "warmup_steps"))
         if not fits or (isinstance(value, bool) and bool not in wanted):
-            form = " or ".join(t.__name__ for t in wanted)
-            raise UserError(f"{name}={value!r} of TRL's {self.kind} trainer must be of type {form}.")
+            form = " or ".join(_FORMS[kind] for kind in wanted)
+            raise UserError(f"{name}={value!r} of TRL's {self.kind} trainer must be {form}.")

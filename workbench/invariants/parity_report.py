@@ -60,19 +60,19 @@ class Table:
     def __init__(self, cases: int) -> None:
         self.cases = cases
         self.started = 0
+        self.headed = False
 
     def start(self, case: Case) -> None:
-        """On a terminal, what is being run."""
-        if not self.started:
-            print(
-                f"{'case':<28} {'field':<20} {'deviation':>10} {'of tolerance':>13} {'over from step':>15}  verdict", flush=True
-            )
+        """On a terminal, which one."""
         self.started += 1
         self._show(f"{self.started}/{self.cases} {case.name}")
 
     def add(self, comparison: Comparison) -> None:
         """The fields of a case."""
         self._show("")
+        if not self.headed:
+            print(f"{'case':<28} {'field':<20} {'deviation':>10} {'of tolerance':>13} {'over from step':>15}  verdict")
+        self.headed = True
         name = comparison.case.name
         for found in comparison.fields:
             over = "" if found.first_over is None else str(found.first_over)

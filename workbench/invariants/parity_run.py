@@ -3,17 +3,20 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import check_choice
 from workbench.invariants.parity_cases import Case, Row, load_rows
 from workbench.invariants.parity_rows import Fixture
 from workbench.invariants.parity_trainers import Replay, replay, warmup_steps
 
+_PEFT_NAMES = {"lora_alpha": "alpha", "lora_dropout": "dropout"}  # what we call otherwise
 # The adapter that ``"lora": true`` stands for; under its seed peft draws the record's weights.
 LORA: dict[str, Any] = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
 
@@ -84,13 +87,10 @@ def _spec(plan: Replay, fixture: Path) -> Any:
 
 
 def _method(case: Case, plan: Replay, fixture: Path) -> Any:
-    from workbench.models.peft import PeftSpec
-
     module, name = plan.target.split(":")
     arguments = {"optim": _optim(plan), "scheduler": _scheduler(plan), **plan.method}
     if "lora" in case.extras:
-        asked = case.extras["lora"]
-        arguments["peft"] = PeftSpec(**{**LORA, **(asked if isinstance(asked, dict) else {})})
+        arguments["peft"] = _peft(case.extras["lora"])
     model = _spec(plan, fixture)
     if "ref_model_scale" in case.extras:
         arguments["ref_model"] = _scaled(model, case.extras["ref_model_scale"])
@@ -99,6 +99,16 @@ def _method(case: Case, plan: Replay, fixture: Path) -> Any:
     if plan.head is not None:
         arguments["tokenizer"], model = _with_head(model, *plan.head)
     return getattr(importlib.import_module(module), name)(model, **arguments)
+
+
+def _peft(asked: Any) -> Any:
+    from workbench.models.peft import PeftSpec
+
+    given = {_PEFT_NAMES.get(name, name): value for name, value in asked.items()} if isinstance(asked, dict) else {}
+    known = {field.name for field in fields(PeftSpec)}
+    for name in given:
+        check_choice("lora", name, sorted(known))
+    return PeftSpec(**{**LORA, **given})
 
 
 def _optim(plan: Replay) -> Any:
@@ -168,7 +178,12 @@ def _with_head(spec: Any, kind: Any, outputs: int) -> tuple[Any, Any]:
 def _callbacks(case: Case) -> list[Any]:
     from workbench.callbacks.averaging import BEMA
 
-    return [BEMA(**{"apply_at_end": False, **case.extras["bema"]})] if "bema" in case.extras else []
+    if "bema" not in case.extras:
+        return []
+    known = inspect.signature(BEMA.__init__).parameters
+    for name in case.extras["bema"]:
+        check_choice("bema", name, [parameter for parameter in known if parameter != "self"])
+    return [BEMA(**{"apply_at_end": False, **case.extras["bema"]})]
 
 
 def _recorder(last: int) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from workbench.errors import UserError, check_choice
+from workbench.errors import UserError, check_at_least, check_choice, nearest
 from workbench.invariants import parity_rows
 from workbench.invariants.parity_cases import Case
 from workbench.invariants.parity_options import Options
@@ -18,6 +18,19 @@ _OPTIMIZERS = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
 }
+_ONLINE = ("grpo", "rloo", "distillation")  # known, and nothing like a trainer below
+_SCHEDULES = (  # those whose rates change with every step
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
 
 
 @dataclass
@@ -65,7 +78,9 @@ def replay(case: Case) -> Replay:
     Raises:
         UserError: in one line, an unknown kind or option, or one that is not replayed.
     """
-    check_choice("kind", case.kind, TRAINERS)
+    if case.kind not in TRAINERS:
+        hint = "" if case.kind in _ONLINE else nearest(case.kind, TRAINERS)
+        raise UserError(f"kind={case.kind!r} is not replayed.{hint} Allowed: {', '.join(TRAINERS)}.")
     trainer = TRAINERS[case.kind]
     options = Options(case.kind, trainer.defaults, case.options)
     made = Replay(trainer.target, method={"scope": "micro_batch", "layout": "padded"}, data=_batches(options))
@@ -86,9 +101,8 @@ def option_of(case: Case, name: str) -> Any:
 
 def _batches(options: Options) -> dict[str, Any]:
     micro, accumulation = options["per_device_train_batch_size"], options["gradient_accumulation_steps"]
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if options[name] < 1:
-            raise UserError(f"{name}={options[name]} must be at least 1.")
+    check_at_least(1, per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation)
+    check_at_least(0, **{name: options[name] for name in ("learning_rate", "max_grad_norm", "warmup_steps", "warmup_ratio")})
     return {
         "batch_size": int(micro) * int(accumulation),
         "micro_batch_size": int(micro),
@@ -111,8 +125,7 @@ def _optim(options: Options) -> tuple[str, dict[str, Any]]:
 
 def _schedule(options: Options) -> dict[str, Any]:
     name, warmup = options["lr_scheduler_type"], options["warmup_steps"]
-    if name == "reduce_lr_on_plateau":
-        raise UserError("lr_scheduler_type=reduce_lr_on_plateau is not replayed: rates change with every step here.")
+    check_choice("lr_scheduler_type", name, _SCHEDULES)
     if not warmup and options["warmup_ratio"]:
         warmup = options["warmup_ratio"]
     # TRL's constant schedule has no warm-up, whatever warmup_steps says.

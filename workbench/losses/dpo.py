@@ -154,6 +154,7 @@ def check_dpo_options(
     """
     if beta <= 0:
         raise UserError(f"beta={beta} must be above 0; the papers use 0.001 to 0.5.")
+    check_choice("divergence", divergence, get_args(Divergence))
     listed, on_pairs = ", ".join(losses), [name for name in losses if name != "sft"]
     rates = label_smoothing if isinstance(label_smoothing, Mapping) else dict.fromkeys(losses, label_smoothing)
     readers = [name for name in losses if "label_smoothing" in options_of(name)]
