@@ -5,11 +5,13 @@ import math
 import pytest
 from matplotlib.figure import Figure
 from small_run import SmallModule, trainer
+from support import run_method
 
 from workbench.callbacks.checkpoint import Checkpoint, resolve_checkpoint
 from workbench.callbacks.history import History
 from workbench.errors import UserError
 from workbench.loggers.csv import CSVLogger, read_history
+from workbench.methods.kto import KTO
 
 
 def test_one_row_per_step(tmp_path):
@@ -28,6 +30,17 @@ def test_it_agrees_with_the_csv_file(tmp_path):
     trainer(tmp_path, history, logger=CSVLogger(str(tmp_path))).fit(SmallModule())
     saved = read_history(tmp_path)
     assert history.frame[list(history.frame)].equals(saved[list(history.frame)])
+
+
+def test_a_step_without_a_value_has_none(tmp_path):
+    """A batch of one label has no mean of the other's rewards: not that of an earlier step, in memory or on disk."""
+    rows = [{"prompt": "the mill", "completion": f" counts {i} lanterns", "label": i < 4} for i in range(8)]
+    history = History()
+    settings = {"logger": CSVLogger(str(tmp_path)), "log_every_n_steps": 1, "max_steps": 2}
+    run_method(KTO, {"train": rows, "batch_size": 4}, trainer=settings, callbacks=[history])
+    for frame in (history.frame, read_history(tmp_path)):
+        for name, step in (("chosen", 0), ("rejected", 1)):
+            assert [math.isnan(v) for v in frame[f"train/rewards/{name}"]] == [step == 1, step == 0]
 
 
 def test_a_resumed_run_has_all_its_steps_once(tmp_path):

@@ -36,7 +36,8 @@ def validation_follows(trainer: "L.Trainer") -> bool:
 def metrics(trainer: "L.Trainer") -> dict[str, float]:
     """The latest value of every metric by the name it is printed with: those of the last step and of the last validation."""
     logged = {name: value for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
-    logged |= getattr(trainer.lightning_module, "step_metrics", None) or {}
+    if own := getattr(trainer.lightning_module, "step_metrics", None):  # what it lacks, the last step has no value for
+        logged = {name: value for name, value in logged.items() if not name.startswith("train/")} | own
     return {name: _number(value) for name, value in logged.items()}
 
 

@@ -258,6 +258,10 @@ class Method(L.LightningModule):
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
 
     def _log_step(self, step: int) -> None:
+        for item in (self.trainer._results or {}).values():
+            # A metric that this step has no value for: Lightning would log that of an earlier step again.
+            if item.meta.name.startswith("train/") and item.meta.name not in self.step_metrics:
+                item.reset()
         self.log_dict({**self.step_metrics, "step": float(step)}, on_step=True, on_epoch=False, batch_size=1)
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
