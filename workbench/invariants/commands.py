@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -91,8 +93,11 @@ def _cell(suite: Suite, cls: InvariantClass, name: str) -> str:
         suite.check_recorded(cls) if name == RECORDED else suite.check_member(cls, name)
     except Mismatch as error:
         print(error, file=sys.stderr, flush=True)
-        return "FAIL"
-    return "pass"
+    except Exception:  # the other cells are still worth knowing
+        print(f"{cls.name}/{name} ended in an error:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    else:
+        return "pass"
+    return "FAIL"
 
 
 def skip_reason(suite: Suite, cls: InvariantClass, name: str) -> str | None:
@@ -123,7 +128,7 @@ def compare_command(argv: Sequence[str]) -> int:
     if not shared:
         raise UserError(f"{arguments.a} and {arguments.b} have no class in common.")
     bound = arguments.tolerance
-    tolerance = Tolerance() if bound is None else Tolerance(largest=bound, mean=bound / 10, counted=bound)
+    tolerance = Tolerance() if bound is None else Tolerance(bound, bound / 10, (bound, bound / 10), bound)
     failed = False
     for name in shared:
         ours, theirs = sides[0][name], sides[1][name]
@@ -253,6 +258,13 @@ def run_under(bug: Mutant, cls: InvariantClass, member: str) -> None:
     with tempfile.TemporaryDirectory(prefix="workbench-mutant-") as folder, planted(bug):
         suite = Suite(Session(Path(folder), bug.name), strict=False)
         suite.check_recorded(cls) if member == CANONICAL else suite.check_member(cls, member)
+
+
+def suite_under(bug: Mutant, session: Session) -> Suite:
+    """A suite on the runs that other processes made under a bug."""
+    planted_session = copy.copy(session)
+    planted_session.mutant = bug.name
+    return Suite(planted_session, strict=False)
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -80,6 +81,8 @@ def function_at(target: str) -> FunctionType:
         value = inspect.getattr_static(value, part)
     if isinstance(value, property):
         value = value.fget
+    if isinstance(value, cached_property):
+        value = value.func
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     return inspect.unwrap(value)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from workbench.errors import UserError
 from workbench.invariants import environment, record
 from workbench.invariants.classes import InvariantClass
 from workbench.invariants.compare import OTHER_HARDWARE, Comparison, Mismatch, Tolerance, compare
@@ -52,12 +53,12 @@ class Suite:
         run made here.
 
         Raises:
-            Mismatch: they differ by more than rounding, or the member's run ends in an error in other processes.
+            Mismatch: they differ by more than rounding, or the member is refused, or ends in an error in other processes.
         """
         member = cls.members[name]
         try:
             ours = self.session.trajectory(cls, name)
-        except MemberError as error:
+        except (MemberError, UserError) as error:
             raise Mismatch(f"{cls.name}/{name}: {error}", Comparison([], [str(error)])) from None
         owner = self.session.base(cls, name) or self._owner(cls, name)
         return self._hold(f"{cls.name}/{name}", ours, owner, cls.tolerance, member.fields)

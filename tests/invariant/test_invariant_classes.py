@@ -1,0 +1,99 @@
+"""Class files, and what a canonical configuration must make binding."""
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench import losses
+from workbench.cli.config_files import config_dir
+from workbench.errors import UserError
+from workbench.invariants import execute, record
+from workbench.invariants.classes import class_names, load_class
+from workbench.invariants.members import MEMBERS
+
+NAMES = class_names()
+# Functions of the losses that no run computes: they judge options before one.
+NOT_RUN = {"balance", "recommended_weights"}
+
+
+def trajectory(name):
+    return record.read(record.path_of(name)).trajectory
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cell_is_a_member_or_a_reason(name):
+    cls = load_class(name)
+    assert cls.members.keys() | cls.absent.keys() == MEMBERS.keys()
+    assert all(len(reason) > 10 for reason in cls.absent.values())
+
+
+def test_every_method_has_a_class():
+    files = (config_dir() / "method").glob("*.yaml")
+    methods = {target for file in files for target in re.findall(r"_target_: (workbench\.methods\.\S+)", file.read_text())}
+    assert methods == {execute.composed(load_class(name).config).method._target_ for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_canonical_run_binds(name):
+    """Otherwise its members prove little."""
+    cfg, run = execute.composed(load_class(name).config), trajectory(name)
+    assert min(run.steps["grad_norm"]) > cfg.trainer.gradient_clip_val
+    assert len(set(run.steps["lr"])) == len(run.steps["lr"])  # the rate changes with every step
+    assert cfg.optim.weight_decay > 0
+    assert tuple(cfg.optim.betas) != (0.9, 0.999)
+    sizes = [len(rows) for rows in run.rows]
+    assert len(set(sizes)) == 2  # an epoch ends within the run, on a shorter step
+    tokens = [b - a for a, b in zip([0, *run.steps["num_tokens"]], run.steps["num_tokens"], strict=False)]
+    assert len(set(tokens)) > len(tokens) // 2  # rows of unequal lengths
+    assert all(len(set(values)) > 1 for values in run.steps.values() if set(values) != {0.0})
+
+
+def test_both_sides_of_what_a_loss_tells_apart_are_there():
+    for name in ("dpo", "kto", "reward"):
+        steps = trajectory(name).steps
+        shares = steps.get("rewards/accuracies") or steps.get("accuracy") or [0.5]
+        assert any(0 < share < 1 for share in shares)
+    counts = trajectory("kto").steps
+    assert min(counts["count/chosen"]) > 0
+    assert 0 in counts["count/rejected"]  # a step without one of the labels too
+    assert 0 in counts["kl"][2:]  # a baseline that is held at 0
+    assert max(counts["kl"]) > 0
+
+
+def test_every_loss_is_computed_in_a_class(suite):
+    """A change of any function of the losses can be seen by a class at all."""
+    folder = Path(losses.__file__).parent
+    modules = [
+        importlib.import_module(f"workbench.losses.{file.stem}") for file in folder.glob("*.py") if file.stem != "__init__"
+    ]
+    functions = {
+        f"{module.__name__}.{name}": function.__code__
+        for module in modules
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and name not in NOT_RUN
+    }
+    seen = set()
+
+    def note(frame, event, argument):
+        if event == "call":
+            seen.add(frame.f_code)
+
+    for name in NAMES:
+        cls = load_class(name)
+        sys.setprofile(note)
+        try:
+            suite.session.trajectory(cls, "repeat")
+        finally:
+            sys.setprofile(None)
+    missing = sorted(name for name, code in functions.items() if code not in seen)
+    assert not missing
+
+
+def test_unknown_classes_are_refused_with_the_nearest_one():
+    with pytest.raises(UserError, match=r"'dpoo' is no invariant class\. Did you mean 'dpo'"):
+        load_class("dpoo")
