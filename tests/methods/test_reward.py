@@ -422,11 +422,11 @@ def test_a_frozen_head_is_told(caplog):
 
 @pytest.mark.slow
 def test_it_ranks_held_out_pairs():
-    """From random weights, 100 steps of 32 pairs: which of two numbers is the larger, of pairs of numbers it has not seen."""
+    """From random weights, 80 steps of 32 pairs: which of two numbers is the larger, of pairs of numbers it has not seen."""
     data = DataModule("tiny:compare", eval="tiny:compare", batch_size=32, eval_micro_batch_size=128)
     optim = functools.partial(adamw, lr=2e-3)
     method = Reward("tiny", optim=optim, scheduler=functools.partial(schedule, name="linear", warmup_steps=20))
-    trainer = L.Trainer(**QUIET, devices=1, max_steps=100, gradient_clip_val=1.0, num_sanity_val_steps=0)
+    trainer = L.Trainer(**QUIET, devices=1, max_steps=80, gradient_clip_val=1.0, num_sanity_val_steps=0)
     trainer.validate(method, data, verbose=False)
     before = trainer.callback_metrics["val/accuracy"].item()
     trainer.fit(method, data)

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from workbench.errors import UserError, check_choice, nearest
 from workbench.models.checkpoint import LOAD_ERRORS
 from workbench.models.gguf import first_line
+from workbench.models.heads import HEADS
 from workbench.models.load import BASE_FILE, plain, read_json, unwrap
 from workbench.models.locate import why_missing
 from workbench.models.seeding import local_rng
@@ -346,12 +347,14 @@ def _lora_config(model: nn.Module, spec: PeftSpec) -> LoraConfig:
 
 
 def _target_modules(model: nn.Module, spec: PeftSpec) -> str | list[str] | None:
-    """``all-linear`` by name where layers are chosen too, a pair that peft does not take."""
-    if spec.target_modules != "all-linear" or spec.layers_to_transform is None:
+    """``all-linear`` by name where peft does not take it: beside a choice of layers, and for token classifiers, whose head it
+    would adapt as well as train in full."""
+    if spec.target_modules != "all-linear" or (spec.layers_to_transform is None and task_type(model) != "TOKEN_CLS"):
         return spec.target_modules
     base = unwrap(model)
+    heads = (base.get_output_embeddings(), *(getattr(base, name, None) for name in HEADS))
     linear = {n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    return sorted(linear - {n.rpartition(".")[2] for n, m in base.named_modules() if m is base.get_output_embeddings()})
+    return sorted(linear - {n.rpartition(".")[2] for n, m in base.named_modules() if any(m is head for head in heads)})
 
 
 def task_type(model: nn.Module) -> str:
