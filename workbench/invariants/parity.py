@@ -36,8 +36,9 @@ def command(argv: Sequence[str]) -> int:
         prog="workbench invariants parity",
         description="Replays runs that TRL logged, on the same model and rows with the same options, and prints for each field "
         "the largest relative deviation over all steps.",
-        epilog="Columns: the largest |ours - TRL's| / |TRL's|; the largest |ours - TRL's| as a share of what the tolerance allows; "
-        "the first step over it. Exit code 0: all cases match, or deviate as expected; 1: one deviates; 2: one is not replayed.",
+        epilog="Columns: the largest |ours - TRL's| / |TRL's|; the largest |ours - TRL's| as a share of what the tolerance "
+        "allows; the first step over it. Exit code 0: all cases match, or deviate as expected; 1: one deviates; 2: one is not "
+        "replayed.",
     )
     parser.add_argument("cases", nargs="+", metavar="CASE.json", help="what was logged: kind, data, args, common, steps")
     parser.add_argument("--fixture", metavar="DIR", help="folder with model/ and data/ (default: tests/parity of the checkout)")
