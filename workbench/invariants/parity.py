@@ -2,7 +2,7 @@
 
 A case file holds a trainer's options and what it logged at every optimizer step, on the model and rows of a fixture. The same
 options, in our terms (`parity_trainers`), run on the same model and rows here (`parity_run`). A field that deviates is asked for
-its reason: one that is known (`parity_expected`), or rounding, which two more runs of ours measure.
+its reason: one that is known (`parity_expected`), or rounding, which further runs of ours measure.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def judge(
         cache: folder for prepared rows.
         plan: what to run; None: what the case's options ask for.
         steps: compare no further than this step.
-        explain: look for reasons, at the cost of up to four more runs.
+        explain: look for reasons, at the cost of up to five more runs.
     """
     plan = plan or replay(case)
 
@@ -163,7 +163,8 @@ def judge(
     padded = {"layout": "padded", "pad_to_multiple_of": 16}
     if plan.method.get("precompute_ref_logps"):  # in other batches, so other kernels
         padded["precompute_ref_micro_batch_size"] = 5
-    runs = [likened, again("packed", changes, **packed), again("coarse", [*changes, coarse_sums])]
+    runs = [likened, again("packed", changes, **packed), again("padded", changes, **padded)]
+    runs.append(again("coarse", [*changes, coarse_sums]))
     runs.append(again("backwards", [*changes, partial(coarse_sums, backwards=True)], **padded))
     apart = {f.name: spread(case, [r.steps for r in runs], f.name) for f in found.deviating}
     reason = "rounding: our own runs that differ in that alone are {:.1f} tolerances apart"

@@ -1,7 +1,7 @@
 """Where a record and this project differ for a known reason. Each entry is argued in ``invariant_refs/README.md``.
 
 Most are checked when they are called on: the case runs once more as TRL has it, and the field must match then. What is left are
-differences of rounding, which are measured: two runs of ours that differ in rounding alone must be as far apart.
+differences of rounding, which are measured: runs of ours that differ in rounding alone must be about as far apart.
 """
 
 import sys
