@@ -346,10 +346,15 @@ def test_transformers_reads_the_end_also_where_it_is_the_padding_token(tmp_path)
     module = Reward(ModelSpec(MODEL, pad_token="<|im_end|>"))
     module.configure_model()
     module.save_pretrained(tmp_path)
-    rows = completions(ROWS[:4])
-    assert AutoTokenizer.from_pretrained(tmp_path).pad_token != "<|im_end|>"
-    assert module.tokenizer.pad_token == "<|im_end|>"
-    assert in_transformers(tmp_path, rows) == pytest.approx(score(module.policy, module.tokenizer, rows), rel=1e-4, abs=1e-6)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.pad_token != "<|im_end|>" == module.tokenizer.pad_token == tokenizer.eos_token
+    texts = ["The river counts the lantern.", "A violin.", "The garden repairs the mill."]
+    inputs = tokenizer([text + tokenizer.eos_token for text in texts], padding=True, return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.squeeze(-1).tolist()
+    expected = score(module.policy, module.tokenizer, [{"text": text} for text in texts])
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_scores_of_texts():

@@ -91,6 +91,7 @@ class Inspection:
         steps: the plan on the configured devices; None where there is nothing to plan.
         cost: the estimates; None likewise.
         findings: faults, then warnings.
+        read_at: where a method that trains no tokens reads its score, in words; empty for others.
     """
 
     title: str
@@ -98,6 +99,7 @@ class Inspection:
     steps: "Steps | None" = None
     cost: "Cost | None" = None
     findings: "list[Finding]" = field(default_factory=list)
+    read_at: str = ""
 
     @property
     def faults(self) -> list[str]:
@@ -186,7 +188,7 @@ def inspect_config(cfg: DictConfig, **objects: Any) -> Inspection:
     sets = inspect_sets(
         data, tokenizer, data_types(node), rows=rows, stream_rows=options["stream_rows"], ends=_config_ends(model)
     )
-    found = Inspection(str(node.get("name") or "inspect"), sets)
+    found = Inspection(str(node.get("name") or "inspect"), sets, read_at=_read_at(node))
     if sets["train"].rows is not None:
         found.steps, found.cost = _plan(cfg, node, data, model, sets["train"])
     found.findings = find(sets, found.steps, tokenizer, tolerance=options["tolerance"])
@@ -201,6 +203,13 @@ def data_types(node: Mapping[str, Any]) -> tuple[str, ...]:
     if not node.get("method"):
         return DATA_TYPES
     return tuple(getattr(locate(node["method"]["_target_"]), "data_types", None) or DATA_TYPES)
+
+
+def _read_at(node: Mapping[str, Any]) -> str:
+    from workbench.run import locate
+
+    method = locate(node["method"]["_target_"]) if node.get("method") else None
+    return "" if getattr(method, "trains_tokens", True) else "the last token of each answer"
 
 
 def _check_prompts(node: Mapping[str, Any], data: Any) -> None:

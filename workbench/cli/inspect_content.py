@@ -60,6 +60,8 @@ def _data(found: "Inspection") -> Facts:
         if any(values):
             levels = [_level(found.findings, name, kind) for name in found.sets]
             lines.append(Fact(label, [v or "–" for v in values], levels))
+    if found.read_at:  # the trained part, which the method does not train as such, is what it compares
+        lines.insert(2, Fact("score read at", [found.read_at] * len(sets)))
     return Facts("data", list(found.sets), lines)
 
 

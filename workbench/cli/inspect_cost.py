@@ -60,10 +60,12 @@ def estimate_cost(model: ModelSpec | PreTrainedModel, node: Mapping[str, Any], p
         peft: its adapter's spec, or None.
         steps: its plan.
     """
-    parameters, config = count_parameters(model, peft), load_config(model)
+    scores = classifier_of(node)
+    parameters, config = count_parameters(model, peft, scores), load_config(model)
     text = config.get_text_config()
     recompute = bool(node["method"].get("gradient_checkpointing")) if node.get("method") else False
-    embedding = 0 if getattr(config, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
+    shared = getattr(config, "tie_word_embeddings", False) and scores is None  # the embedding is the head, too
+    embedding = 0 if shared else text.vocab_size * text.hidden_size
     used = parameters.total - embedding
     attention = 2 * text.num_hidden_layers * _attention_width(text) * steps.mean_length
     passes = 1 + recompute + reference_of(node)[1]  # forward
@@ -97,6 +99,14 @@ def reference_of(node: Mapping[str, Any]) -> tuple[int, int]:
     return int(own), 1
 
 
+def classifier_of(node: Mapping[str, Any]) -> tuple[Any, int] | None:
+    """Kind and number of labels of the configured method's head, if it scores."""
+    from workbench.run import locate
+
+    method = locate(node["method"]["_target_"]) if node.get("method") else None
+    return None if getattr(method, "generates", True) else (method.kind, method.num_labels)
+
+
 def _attention_width(config: Any) -> int:
     heads = getattr(config, "num_attention_heads", 1)
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -114,6 +124,7 @@ def _memory(spec: ModelSpec, node: Mapping[str, Any], peft: Any, steps: Steps) -
         optimizer_states=optimizer_states(node.get("optim")),
         gradient_checkpointing=(node.get("method") or {}).get("gradient_checkpointing") or False,
         frozen_copies=reference_of(node)[0],
+        classifier=classifier_of(node),
     )
     shards = sharding(node.get("strategy"), steps.world_size)
     return replace(

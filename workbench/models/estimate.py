@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from workbench.models.checkpoint import quiet
+from workbench.models.heads import Kind, classifier_class
 from workbench.models.load import ModelSpec, as_spec, causal_class, load_config, locate_spec
 from workbench.models.peft import PeftSpec, apply_peft
 
@@ -58,14 +59,19 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
-def count_parameters(spec: str | ModelSpec | PreTrainedModel, peft: PeftSpec | PeftConfig | None = None) -> ParameterCount:
+def count_parameters(
+    spec: str | ModelSpec | PreTrainedModel,
+    peft: PeftSpec | PeftConfig | None = None,
+    classifier: tuple[Kind, int] | None = None,
+) -> ParameterCount:
     """Parameters of a model and of the adapter it would get.
 
     Args:
         spec: as for `workbench.models.load.load_model`; a model object is counted as it is.
         peft: as for `workbench.models.peft.apply_peft`; None trains everything.
+        classifier: kind and number of labels of the head that takes the place of the language model's.
     """
-    model = spec if isinstance(spec, nn.Module) else _on_meta(as_spec(spec), peft)
+    model = spec if isinstance(spec, nn.Module) else _on_meta(as_spec(spec), peft, classifier)
     head = model.get_output_embeddings()
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
     parameters = list(model.parameters())
@@ -87,6 +93,7 @@ def estimate_memory(
     frozen_copies: int = 0,
     shards: int = 1,
     logit_tokens: int = 4096,
+    classifier: tuple[Kind, int] | None = None,
 ) -> MemoryEstimate:
     """A rough estimate, by this sum (N parameters, n trained ones, T tokens, L layers, b bytes of the dtype):
 
@@ -95,7 +102,7 @@ def estimate_memory(
     - activations ``a T L e``: a layer keeps ``e = 6 H + 2 Q + 2 KV + 4 F`` numbers of ``a`` bytes per token (hidden width,
       queries, keys and values, feed-forward width; fused attention), at 16 bits ``4 H`` more for norms in float32 and ``2
       (5 H + Q + F)`` more for the inputs of a float32 adapter; ``a T (L H + e)`` where layers are recomputed;
-    - logits: three float32 copies of ``min(T, logit_tokens)`` rows of the vocabulary.
+    - logits: three float32 copies of ``min(T, logit_tokens)`` rows of the vocabulary; none of a classifier.
 
     Workspaces, fragmentation and communication come on top: allow a fifth more.
 
@@ -109,9 +116,11 @@ def estimate_memory(
         frozen_copies: references and teachers of the same size held beside the model.
         shards: devices that weights, gradients and states are spread over.
         logit_tokens: tokens whose logits are formed together.
+        classifier: as for `count_parameters`.
     """
     spec = as_spec(spec)
-    config, count, base = load_config(spec), count_parameters(spec, peft), count_parameters(spec)
+    config = load_config(spec)
+    count, base = count_parameters(spec, peft, classifier), count_parameters(spec, classifier=classifier)
     width = _BYTES[_dtype_of(spec, config)]
     base_bytes = base.total * width
     if spec.quantization is not None:
@@ -126,16 +135,20 @@ def estimate_memory(
         gradients=round(count.trainable * adapter_width / shards),
         optimizer=round(count.trainable * adapter_width * optimizer_states / shards),
         activations=micro_batch_tokens * compute_width * kept,
-        logits=3 * 4 * min(micro_batch_tokens, logit_tokens) * text.vocab_size,
+        logits=0 if classifier else 3 * 4 * min(micro_batch_tokens, logit_tokens) * text.vocab_size,
     )
 
 
-def _on_meta(spec: ModelSpec, peft: PeftSpec | PeftConfig | None) -> nn.Module:
+def _on_meta(spec: ModelSpec, peft: PeftSpec | PeftConfig | None, classifier: tuple[Kind, int] | None) -> nn.Module:
     config, location = load_config(spec), locate_spec(spec)
     if location.kind == "adapter" and peft is None:
         peft = PeftSpec(adapter=location.path)
     with torch.device("meta"), quiet():
-        model = causal_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
+        if classifier is None:
+            model = causal_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
+        else:
+            config.num_labels = classifier[1]
+            model = classifier_class(config, classifier[0])(config)
         if isinstance(peft, PeftSpec) and peft.adapter is not None:
             peft = PeftConfig.from_pretrained(peft.adapter)
             peft.inference_mode, peft.base_model_name_or_path = False, None
