@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import workbench.models.save as saving
 from workbench.errors import UserError
 from workbench.models.card import model_card
-from workbench.models.papers import PAPERS
 from workbench.models.heads import load_classifier
 from workbench.models.load import ModelSpec, base_spec, load_model
+from workbench.models.papers import PAPERS
 from workbench.models.peft import PeftSpec, apply_peft, copy_adapter
 from workbench.models.save import atomic_directory, merged_state_dict, push_to_hub, save_pretrained
 from workbench.models.tokenizer import load_tokenizer
