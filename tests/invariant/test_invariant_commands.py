@@ -37,7 +37,7 @@ def test_check_fails_with_step_field_size_and_curve(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert code == 1
     assert "micro_batch_1  FAIL" in out
-    assert "sft/micro_batch_1: loss differs first at step 1" in err
+    assert "sft/micro_batch_1: grad_norm differs first at step 1" in err
     assert "allowed 1e-05" in err
     assert "largest offending parameter: " in err
     assert (tmp_path / "sft-micro_batch_1.png").is_file()

@@ -29,7 +29,7 @@ def picture(comparison: Comparison, ours: Trajectory, reference: Trajectory, tit
         top.set_title(name)
         difference = [abs(x - y) for x, y in zip(a[1], b[1], strict=False)]
         below.plot(a[0][: len(difference)], difference, color="C3", marker="o", markersize=3)
-        if any(difference):
+        if len({size for size in difference if size}) > 1:
             below.set_yscale("log")
         below.set(xlabel="step", ylabel="|difference|")
         for failed in (r for r in comparison.failed if r.field == name and r.step is not None):
