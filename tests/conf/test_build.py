@@ -9,7 +9,7 @@ from workbench import run
 from workbench.cli import check, config
 
 CONF = config.config_dir()
-GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("hydra", "sweep"))
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("hydra", "sweep", "invariant"))
 CHOICES = [f"{group}={f.stem}" for group in GROUPS for f in sorted((CONF / group).glob("*.yaml"))]
 # What an option needs beside itself to be complete.
 NEEDS = {
