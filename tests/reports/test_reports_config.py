@@ -86,7 +86,7 @@ def test_any_file_name_can_be_given_in_the_form_that_the_message_shows(name, her
         shown = str(error).split("'")[-2]
         cfg = config.load([*SMALL, shown]).cfg
     assert cfg.data.train == name
-    assert len(DataModule(cfg.data.train).load("train")) == 16
+    assert len(DataModule(cfg.data.train).load_train()) == 16
 
 
 SILENT = [
