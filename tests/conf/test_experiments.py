@@ -14,7 +14,7 @@ EXPERIMENTS = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 ELSEWHERE = {"smollm2_lora": "a package with weights, and data of its own"}
 HF = ["model=hf", "model.name=x", "data=file", "data.train=rows.jsonl", "exact_match=0"]
 SHORT = [
-    "data.train={path: 'tiny:sums', kwargs: {size: 16}}",
+    "data.train={path: 'tiny:sums', kwargs: {size: 32}}",
     "data.eval={path: 'tiny:sums', kwargs: {size: 4}}",
     "data.batch_size=8",
     "data.max_length=64",
@@ -22,6 +22,7 @@ SHORT = [
     "trainer=cpu",
     "trainer.max_epochs=1",
     "trainer.max_steps=2",
+    "trainer.val_check_interval=1",
     "exact_match=0",
     "callbacks=none",
     "logger=none",
