@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["COLUMNS"] = "120"  # a narrow terminal breaks the lines that tests look for
 
 import lightning  # noqa: F401  its log handler keeps the stderr of its import, which within a test is soon closed
 import pytest
