@@ -391,7 +391,7 @@ _reference(
 )
 _reference(
     "precomputed_sides_swapped",
-    "methods.referenced:Referenced.reference_sums",
+    "methods.precomputed:Precomputed.reference_sums",
     "= batch.extras[COLUMN]",
     "= batch.extras[COLUMN].view(-1, 2).flip(1).flatten()",
     "dpo/precomputed_reference",

@@ -52,7 +52,7 @@ class BCO(Unpaired):
         prompt_sample_size: most rows of each label that the prompts' classifier learns from.
         min_density_ratio: smallest weight.
         max_density_ratio: largest weight.
-        options: as in `Referenced` and `Method`.
+        options: as in `Precomputed` and `Method`.
     """
 
     def __init__(

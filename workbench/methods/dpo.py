@@ -21,12 +21,12 @@ from workbench.losses.sequences import ld_weights, wpo_weights
 from workbench.losses.sft import nll_loss
 from workbench.methods.completions import Completions, Record, ones, record_rows, record_sides
 from workbench.methods.evaluation import Evaluation, Term
-from workbench.methods.referenced import Referenced
+from workbench.methods.precomputed import Precomputed
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
 
 
-class DPO(Referenced):
+class DPO(Precomputed):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, eq. 7) on pairs.
 
     Args:
@@ -43,7 +43,7 @@ class DPO(Referenced):
         ld_alpha: weight of a completion's tokens past the length of its partner (LD-DPO); None: 1.
         use_weighting: weight each pair by how likely the policy is to write it (WPO).
         reference_free: leave the reference out, as if it gave every completion the same probability.
-        options: as in `Referenced` and `Method`.
+        options: as in `Precomputed` and `Method`.
     """
 
     data_types = ("preference",)

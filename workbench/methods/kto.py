@@ -36,7 +36,7 @@ class KTO(Unpaired):
         desirable_weight: weight of desirable rows.
         undesirable_weight: weight of undesirable rows.
         kl_scope: rows that the baseline is estimated on: of the ``step``, or of each ``micro_batch`` alone.
-        options: as in `Referenced` and `Method`.
+        options: as in `Precomputed` and `Method`.
     """
 
     def __init__(

@@ -14,7 +14,6 @@ from workbench.data.batch import MicroBatch
 from workbench.errors import UserError, check_at_least, nearest
 from workbench.losses.sequences import sequence_sums
 from workbench.methods.base import Method
-from workbench.methods.precompute import COLUMN, with_reference
 from workbench.models.load import ModelSpec, as_spec, load_model
 from workbench.models.peft import add_frozen_adapter
 from workbench.models.policy import Policy, disable_dropout
@@ -38,8 +37,6 @@ class Referenced(Method):
             model as it was handed in, adapters included.
         model_adapter: which adapter is trained, where the model carries several; None: the active one.
         ref_adapter: adapter that is the reference: its name on the model, or the path of a saved one.
-        precompute_ref_logps: compute the reference's log-probabilities once, before training, keep them on disk, and free it.
-        precompute_ref_micro_batch_size: most rows in one forward of that; None: as in training.
         sync_ref_model: let the reference follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656, eqs. 4 and 5).
         ref_model_mixup_alpha: share of the policy in the reference at each update; 1 replaces it.
         ref_model_sync_steps: optimizer steps between two updates.
@@ -53,8 +50,6 @@ class Referenced(Method):
         ref_model: str | dict[str, Any] | ModelSpec | PreTrainedModel | None = None,
         model_adapter: str | None = None,
         ref_adapter: str | None = None,
-        precompute_ref_logps: bool = False,
-        precompute_ref_micro_batch_size: int | None = None,
         sync_ref_model: bool = False,
         ref_model_mixup_alpha: float = MIXUP_ALPHA,
         ref_model_sync_steps: int = SYNC_STEPS,
@@ -64,25 +59,18 @@ class Referenced(Method):
         object.__setattr__(self, "ref_model", ref_model)  # past nn.Module: never a submodule
         self.model_adapter = model_adapter
         self.ref_adapter = ref_adapter
-        self.precompute_ref_logps = precompute_ref_logps
-        self.precompute_ref_micro_batch_size = precompute_ref_micro_batch_size
         self.sync_ref_model = sync_ref_model
         self.ref_model_mixup_alpha = ref_model_mixup_alpha
         self.ref_model_sync_steps = ref_model_sync_steps
         self.reference: Reference | None = None
         self.reference_fingerprint: str | None = None
         self._placed = False
-        self._stored = False  # whether rows carry its log-probabilities
         self._check_reference_options()
 
     needs_reference: bool = True
 
     def _check_reference_options(self) -> None:
-        check_at_least(
-            1,
-            method__ref_model_sync_steps=self.ref_model_sync_steps,
-            method__precompute_ref_micro_batch_size=self.precompute_ref_micro_batch_size,
-        )
+        check_at_least(1, method__ref_model_sync_steps=self.ref_model_sync_steps)
         if not 0 < self.ref_model_mixup_alpha <= 1:
             raise UserError(f"method.ref_model_mixup_alpha={self.ref_model_mixup_alpha} must lie above 0 and be at most 1.")
         kinds = {
@@ -93,17 +81,11 @@ class Referenced(Method):
         asked = [name for name, is_set in kinds.items() if is_set]
         if len(asked) > 1:
             raise UserError(f"method.{asked[0]} and method.{asked[1]} exclude each other: there is one reference; leave one out.")
-        if self.precompute_ref_logps and self.sync_ref_model:
-            raise UserError(
-                "method.precompute_ref_logps holds the reference still, method.sync_ref_model moves it; turn one of them off."
-            )
         if not self.sync_ref_model and (self.ref_model_mixup_alpha, self.ref_model_sync_steps) != (MIXUP_ALPHA, SYNC_STEPS):
             raise UserError(
                 f"method.ref_model_mixup_alpha={self.ref_model_mixup_alpha} and method.ref_model_sync_steps="
                 f"{self.ref_model_sync_steps} have no effect with method.sync_ref_model=false; set it to true."
             )
-        if self.precompute_ref_micro_batch_size is not None and not self.precompute_ref_logps:
-            raise UserError("method.precompute_ref_micro_batch_size has no effect with method.precompute_ref_logps=false.")
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -189,33 +171,20 @@ class Referenced(Method):
             batch: the micro-batch.
             weights: of its `outputs` in the sums ``[T]``.
         """
-        if self.needs_reference and not self._stored:
+        if self.needs_reference:
             return self.computed_reference_sums(batch, weights)
-        sums = torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
-        if self._stored and not batch.is_empty:
-            sums[self.completions_of(batch)] = batch.extras[COLUMN]
-        return sums
+        return torch.zeros(len(batch.row), dtype=torch.float64, device=self.device)
 
     def computed_reference_sums(self, batch: MicroBatch, weights: Tensor) -> Tensor:
         """The same of rows that nothing is stored of; under FSDP2 every rank must call it as often."""
         return sequence_sums(self.reference.logps(batch), weights, batch.segment[batch.outputs], len(batch.row))
 
-    def completions_of(self, batch: MicroBatch) -> Tensor:
-        """Segments that no other continues: the completions, in order."""
-        inner = set(batch.parent.tolist())
-        return torch.tensor([s for s in range(len(batch.row)) if s not in inner], device=batch.row.device)
-
     def reference_weights(self, batch: MicroBatch) -> Tensor:
         """Weights of the outputs in the reference's sums ``[T]``."""
         return batch.weights[batch.outputs]
 
-    def reference_depends_on(self) -> dict[str, Any]:
-        """What precomputed numbers depend on besides rows, weights and the libraries."""
-        attention = self.policy.config._attn_implementation
-        return {"attention": attention, "precision": str(self.trainer.precision), "layout": self.layout}
-
     def on_fit_start(self) -> None:
-        """Places the reference, or computes its log-probabilities."""
+        """Places the reference."""
         super().on_fit_start()
         self._ready_reference()
 
@@ -229,32 +198,14 @@ class Referenced(Method):
             return
         self.reference.place(self.device, self.trainer.precision_plugin)
         self._placed = True
-        if self.precompute_ref_logps:
-            self._precompute()
-            self._stored = True
+        self.reference_placed()
+
+    def reference_placed(self) -> None:
+        """Called once the reference is on its device."""
         self.reference_ready()
-        if self.precompute_ref_logps:
-            self.after_precompute()
-
-    def _precompute(self) -> None:
-        data, strategy = self.trainer.datamodule, self.trainer.strategy
-        depends_on = {"reference": self.reference_fingerprint, "method": self.reference_depends_on()}
-        size = self.precompute_ref_micro_batch_size or data.micro_batch_size or min(data.batch_size, 64)
-
-        def compute(batch: MicroBatch) -> Tensor:
-            with self.trainer.precision_plugin.forward_context():
-                sums = self.reference_sums(batch, self.reference_weights(batch))
-            return sums[self.completions_of(batch)]
-
-        options = {"strategy": strategy, "device": self.device, "micro_batch_size": size, "directory": data.reference_dir}
-        data.map_prepared(lambda rows, name: with_reference(rows, compute, depends_on, **options, name=name))
 
     def reference_ready(self) -> None:
         """Called once the reference is in its place, and before it may be freed."""
-
-    def after_precompute(self) -> None:
-        """Frees the reference, which nothing reads any more."""
-        self.reference = None
 
     # -- a reference that moves -------------------------------------------------------------------------------------
 
@@ -268,7 +219,7 @@ class Referenced(Method):
     def move_reference(self, weights: Mapping[str, Tensor], share: float = 1.0) -> None:
         """Moves the reference by ``share`` towards ``weights`` (this rank's parts, named as in ``policy``)."""
         if self.reference is None:
-            raise UserError("there is no reference to move: it was precomputed, or the method goes without one.")
+            raise UserError("there is no reference to move: the method goes without one, or it was precomputed.")
         self._moved = True
         self.reference.move(weights, share)
 

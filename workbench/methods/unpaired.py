@@ -14,7 +14,7 @@ from workbench.losses.kto import unpaired_metrics
 from workbench.methods.completions import Completions, Record, ones
 from workbench.methods.evaluation import Term
 from workbench.methods.metrics import Meter
-from workbench.methods.referenced import Referenced
+from workbench.methods.precomputed import Precomputed
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
 
@@ -52,13 +52,13 @@ class Labelled:
         return self.completions.trained_in(Role.COMPLETION) * chosen[self.completions.segment]
 
 
-class Unpaired(Referenced):
+class Unpaired(Precomputed):
     """Base of methods on completions with a label.
 
     Args:
         model: as in `Method`.
         beta: strength of the pull towards the reference.
-        options: as in `Referenced`.
+        options: as in `Precomputed`.
     """
 
     data_types = ("unpaired_preference",)
