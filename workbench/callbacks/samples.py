@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from workbench.callbacks.progress import phase
 from workbench.callbacks.steps import closes_step
 from workbench.errors import UserError
-from workbench.loggers.tables import log_table, plain_cell
+from workbench.loggers.tables import log_table, print_table
 from workbench.methods.generate import to_prompt
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class GenerationSamples(Callback):
         table = [[trainer.global_step, *values] for values in zip(*cells, strict=True)]
         log_table(trainer, TABLE, columns, table)
         if trainer.is_global_zero and self.print_rows:
-            _print(columns, table[: self.print_rows])
+            print_table(f"step {trainer.global_step}", columns[1:], [row[1:] for row in table[: self.print_rows]])
         return {f"val/{name}": _mean(values) for name, values in scores.items()}
 
     def _rows(self, trainer: "L.Trainer") -> list[dict[str, Any]]:
@@ -160,24 +160,3 @@ def _score(name: str, metric: Metric, rows: list[dict[str, Any]], texts: list[st
 def _mean(values: Sequence[float | None]) -> float:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else float("nan")
-
-
-def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=f"step {rows[0][0]}", show_lines=True)
-    for column in columns[1:]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_shown(cell)) for cell in row[1:]))
-    Console().print(table)
-
-
-def _shown(cell: Any) -> str:
-    if isinstance(cell, list) and cell and isinstance(cell[-1], dict):
-        cell = "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in cell)
-    cell = plain_cell(cell)
-    text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
-    return text if len(text) <= 400 else text[:400] + " ..."

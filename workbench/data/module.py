@@ -1,8 +1,8 @@
 """`DataModule`: from sources to micro-batches."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from workbench.data.loader import (
 from workbench.data.mismatched import Mismatch
 from workbench.data.plan import Balance, Planner, RowSizes, check_batch_sizes
 from workbench.data.prepare import PrepareReport, PrepareSpec, prepare
+from workbench.data.prompts import Geometry, PromptDataset, PromptPlanner, PromptStream
 from workbench.data.sources import load_source
 from workbench.data.splits import split_off
 from workbench.data.targets import check_prompts_read, check_tokens_read
@@ -112,7 +113,8 @@ class DataModule(L.LightningDataModule):
         self.num_proc = num_proc
         self.cache_dir = cache_dir
         self.reports: dict[str, PrepareReport] = {}
-        self.planner: Planner | None = None
+        self.planner: Planner | PromptPlanner | None = None
+        self.geometry: Geometry | None = None  # of an online method's windows
         self.num_micro = 1
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
@@ -230,18 +232,42 @@ class DataModule(L.LightningDataModule):
             self._note_unevaluated(self.trainer)
 
     def _plan(self, trainer: Trainer) -> None:
+        self.geometry = trainer.lightning_module.geometry(self.batch_size)
         self.total_steps = self._total_steps(trainer, None)
         if self.streaming:
             self._plan_stream(trainer)
         else:
-            sizes = row_sizes(self._train)
-            self.steps_per_epoch = limited(trainer, -(-len(sizes) // self.batch_size))
-            self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
-            self.planner = self._planner(sizes)
+            if self.geometry is not None:
+                self.planner = self._prompt_planner(len(self._train))
+            else:
+                sizes = row_sizes(self._train)
+                self.steps_per_epoch = limited(trainer, -(-len(sizes) // self.batch_size))
+                self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
+                self.planner = self._planner(sizes)
             self.num_micro = self.planner.num_micro
             self.steps_per_epoch = limited(trainer, self.planner.steps_per_epoch)
             self.total_steps = self._total_steps(trainer, self.steps_per_epoch)
         accumulate(trainer, self.num_micro, self.steps_per_epoch)
+
+    def _prompt_planner(self, num_rows: int) -> PromptPlanner:
+        """The plan of an online method's prompts, and of the completions that it writes for them."""
+        if self.micro_batch_tokens is not None:
+            raise UserError(
+                f"data.micro_batch_tokens={self.micro_batch_tokens} needs lengths before the completions are written; set "
+                "data.micro_batch_size, which counts completions."
+            )
+        strategy = self.trainer.strategy
+        return PromptPlanner(
+            num_rows,
+            self.geometry,
+            micro_batch_size=self.micro_batch_size,
+            world_size=data_parallel(strategy).world_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            balance=self.balance,
+            extra_scale=lambda num_micro: backward_divisor(strategy, num_micro),
+        )
 
     def _note_unevaluated(self, trainer: Trainer) -> None:
         if not self._evals or not trainer.limit_val_batches or not trainer.is_global_zero:
@@ -270,6 +296,8 @@ class DataModule(L.LightningDataModule):
         world_size = data_parallel(trainer.strategy).world_size
         share = self.micro_batch_size or -(-self.batch_size // world_size)
         self.num_micro = -(-self.batch_size // (world_size * share))
+        if self.geometry is not None:
+            self.planner = self._prompt_planner(self.geometry.prompts)  # of a window's completions
 
     def _planner(self, sizes: RowSizes, *, shuffle: bool | None = None, drop_last: bool | None = None) -> Planner:
         strategy = self.trainer.strategy
@@ -298,6 +326,8 @@ class DataModule(L.LightningDataModule):
         """Micro-batches of this rank from the trainer's optimizer step on."""
         rank, mismatch = data_parallel(self.trainer.strategy).rank, self._mismatch()
         options = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        if self.geometry is not None:
+            return self._prompt_loader(options)
         if self.streaming:
             stream = StreamDataset(
                 self._train,
@@ -311,6 +341,27 @@ class DataModule(L.LightningDataModule):
         dataset = StepDataset(self._train, self.planner, rank, mismatch)
         sampler = StepSampler(dataset, lambda: self.trainer.global_step, self.steps_per_epoch)
         return StepLoader(dataset, batch_size=None, sampler=sampler, **options)
+
+    def _prompt_loader(self, options: dict[str, Any]) -> DataLoader:
+        if self.streaming:
+            stream = PromptStream(self._train, self.geometry, self.num_micro)
+            return StreamLoader(stream, lambda: self.trainer.global_step, num_workers=self.num_workers)
+        dataset = PromptDataset(self._train, self.planner)
+        sampler = StepSampler(dataset, lambda: self.trainer.global_step, self.steps_per_epoch)
+        return StepLoader(dataset, batch_size=None, sampler=sampler, **options)
+
+    def train_rows(self, index: Sequence[int]) -> list[dict[str, Any]]:
+        """Prepared training rows, with all their columns."""
+        return [self._train[i] for i in index]
+
+    def prepared_eval(self, name: str) -> Dataset:
+        """The prepared rows of an evaluation set."""
+        return self._evals[name]
+
+    def longest_row(self) -> int | None:
+        """Tokens of the longest prepared row of any set; None where that is not known (a stream)."""
+        sets = [*([] if self._train is None or self.streaming else [self._train]), *self._evals.values()]
+        return max((int(row_sizes(rows).tokens.max()) for rows in sets if len(rows)), default=None)
 
     def val_dataloader(self) -> list[DataLoader]:
         """One loader per evaluation set."""
@@ -331,8 +382,9 @@ class DataModule(L.LightningDataModule):
 
     def identity(self) -> dict[str, Any]:
         """What a position in steps refers to; kept in checkpoints."""
-        rows = None if self.planner is None else len(self.planner.sizes)
-        return {"batch_size": self.batch_size, "rows": rows, "shuffle": self.shuffle, "seed": self.seed}
+        rows = None if self.planner is None or self.streaming else self.planner.num_rows
+        identity = {"batch_size": self.batch_size, "rows": rows, "shuffle": self.shuffle, "seed": self.seed}
+        return identity | ({} if self.geometry is None else asdict(self.geometry))
 
     def check_identity(self, saved: dict[str, Any]) -> None:
         """Raises `UserError` if a checkpoint's position means other rows here."""

@@ -160,6 +160,11 @@ class Planner:
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self.sizes), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+        return len(self.sizes)
+
     def rows(self, epoch: int, step: int) -> list[int]:
         """The rows of a step in canonical order."""
         return self._order(epoch)[step * self.batch_size : (step + 1) * self.batch_size].tolist()

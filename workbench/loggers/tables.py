@@ -14,6 +14,7 @@ from pyarrow import parquet
 log = logging.getLogger(__name__)
 
 FOLDER = "tables"
+_LONGEST = 400  # characters of a printed cell
 
 
 def log_table(
@@ -49,6 +50,28 @@ def plain_cell(value: Any) -> str | int | float | bool | None:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:
         return str(value)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table on the terminal; conversations as lines of text, long cells cut."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_shown(cell)) for cell in row))
+    Console().print(table)
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, list) and cell and isinstance(cell[-1], dict):
+        cell = "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in cell)
+    cell = plain_cell(cell)
+    text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
 def write_table(

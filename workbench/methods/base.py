@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workbench.data.batch import MicroBatch
 from workbench.data.chat import ChatRenderer
+from workbench.data.prompts import Geometry
 from workbench.errors import UserError, check_at_least
 from workbench.losses.reduce import Scope, reduce
 from workbench.methods import checkpoint as ckpt
@@ -179,7 +180,8 @@ class Method(L.LightningModule):
     def step_loss(self, terms: Sequence[Term], batch: MicroBatch, out: PolicyOutput) -> Tensor:
         """The micro-batch's share of the step's loss: its terms, each divided once, and the experts' balance; recorded."""
         loss = sum(
-            term.coefficient * reduce(term.values, term.weights, batch.norm, per=term.per, scope=self.scope) for term in terms
+            term.coefficient * reduce(term.values, term.weights, batch.norm, per=term.per, scope=term.scope or self.scope)
+            for term in terms
         )
         loss = self.with_aux_loss(loss, out, batch)
         self.record_step(loss, batch)
@@ -198,6 +200,10 @@ class Method(L.LightningModule):
         """Names what makes this run depend on how it is cut into micro-batches."""
         for reason in self.couplings():
             log.warning("%s, so this run's numbers depend on data.micro_batch_size and on the number of devices.", reason)
+
+    def geometry(self, batch_size: int) -> Geometry | None:
+        """How completions of prompts fill optimizer steps, for a method that writes them; None: rows are trained as they are."""
+        return None
 
     def couplings(self) -> list[str]:
         """What couples the rows of a micro-batch."""
@@ -295,11 +301,15 @@ class Method(L.LightningModule):
         names = self.trainer.datamodule.eval_names
         for name, evaluation in zip(names, self._evaluations, strict=True):
             prefix = f"val/{name}/" if len(names) > 1 else "val/"
-            metrics = evaluation.compute(self.device, self.trainer.strategy)
-            metrics |= self.derived(metrics)
+            metrics = self.finish_evaluation(name, evaluation)
             metrics = {prefix + key: value for key, value in metrics.items()}
             self.log_dict({**metrics, "step": float(self.trainer.global_step)}, on_epoch=True, batch_size=1)
         self._last_time = None
+
+    def finish_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, float]:
+        """The metrics of a whole evaluation set, the same on every rank."""
+        metrics = evaluation.compute(self.device, self.trainer.strategy)
+        return metrics | self.derived(metrics)
 
     def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Continues prompts (texts, conversations, or rows with ``prompt`` and ``tools``) with the current weights, rendered

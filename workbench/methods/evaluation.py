@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
+from workbench.losses.reduce import Scope
 from workbench.methods.metrics import Meter
 from workbench.strategies.info import data_parallel_group, gather
 
@@ -24,12 +25,14 @@ class Term:
         weights: of the values, the same shape; 0 leaves one out.
         per: the normaliser that divides their sum (see `workbench.losses.reduce.reduce`).
         coefficient: of the term in the loss.
+        scope: over what it is divided, if its definition says so; None: as the method's.
     """
 
     values: Tensor
     weights: Tensor
-    per: Literal["tokens", "chosen", "gold", "sequences"]
+    per: Literal["tokens", "chosen", "gold", "sequences", "unmasked", "constant"]
     coefficient: float = 1.0
+    scope: Scope | None = None
 
 
 @dataclass

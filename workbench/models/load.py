@@ -26,11 +26,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from workbench.cache import cache_home
 from workbench.errors import UserError, check_choice, nearest
 from workbench.models import gguf
 from workbench.models.checkpoint import check_complete, quiet, readable_errors
 from workbench.models.gguf import first_line
-from workbench.models.locate import Location, locate
+from workbench.models.locate import TAUGHT, Location, is_tiny, locate, taught_task
 from workbench.models.seeding import local_rng
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -282,7 +283,7 @@ def base_spec(spec: ModelSpec, adapter: str | os.PathLike) -> ModelSpec:
 
 def locate_kind(name: str) -> str:
     """``tiny`` for the names of nano models, ``other`` for all else; opens nothing."""
-    return "tiny" if name == "tiny" or name.startswith("tiny:") else "other"
+    return "tiny" if is_tiny(name) else "other"
 
 
 def plain(value: Any) -> Any:
@@ -355,6 +356,8 @@ def _build_tiny(spec: ModelSpec, architecture: str) -> PreTrainedModel:
     from workbench.tiny.model import tiny_model
 
     model = tiny_model(architecture, seed=spec.init_seed, **_tiny_kwargs(spec))
+    if task := taught_task(spec.name):
+        _load_taught(model, task, spec)
     with readable_errors(spec, Location("tiny", architecture)):
         if spec.attn_implementation is not None:
             model.set_attn_implementation(spec.attn_implementation)
@@ -364,6 +367,19 @@ def _build_tiny(spec: ModelSpec, architecture: str) -> PreTrainedModel:
             parameter.data = parameter.data.to(getattr(torch, spec.dtype))
         model.config.dtype = getattr(torch, spec.dtype)
     return model
+
+
+def _load_taught(model: PreTrainedModel, task: str, spec: ModelSpec) -> None:
+    from workbench.tiny.taught import taught_weights
+    from workbench.tiny.tasks import TASKS
+
+    check_choice("model.name=tiny-sft:<task>", task, TASKS)
+    if _tiny_kwargs(spec):
+        raise UserError(f"model.init_kwargs={spec.init_kwargs} has no effect with model.name={spec.name}, whose weights are read.")
+    missing, unexpected = model.load_state_dict(taught_weights(task, spec.init_seed), strict=False)
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        raise UserError(f"model.name={spec.name}: the kept weights are of another model; remove {cache_home() / TAUGHT}.")
 
 
 def _build_random(spec: ModelSpec) -> PreTrainedModel:

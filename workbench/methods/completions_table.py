@@ -1,0 +1,53 @@
+"""The completions of an online method, as a table per logging step."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+
+from workbench.loggers.tables import log_table, print_table
+
+if TYPE_CHECKING:
+    from workbench.methods.rollouts import Group
+    from workbench.rewards import RewardResult
+
+TABLE = "train/completions"
+
+
+class CompletionsTable:
+    """Keeps every completion of a window with its rewards and advantage, and prints a few.
+
+    Args:
+        keep: whether tables are kept.
+        num_printed: how many completions are printed.
+    """
+
+    def __init__(self, keep: bool, num_printed: int) -> None:
+        self.keep = keep
+        self.num_printed = num_printed
+
+    def add(
+        self, trainer: "L.Trainer", groups: Sequence["Group"], result: "RewardResult", advantages: np.ndarray, steps: int
+    ) -> None:
+        """Takes a window in, if one of its ``steps`` steps is logged."""
+        every, before = trainer.log_every_n_steps, trainer.global_step
+        due = every and (before == 0 or before // every != (before + steps) // every)
+        if not trainer.is_global_zero or not due or not (self.keep or self.num_printed):
+            return
+        columns = ["step", "prompt", "completion", *result.names, *result.extras, "advantage"]
+        rows = self._rows(before + 1, groups, result, advantages)
+        if self.keep:
+            log_table(trainer, TABLE, columns, rows, step=before + 1)
+        if self.num_printed:
+            shown = [row[1:] for row in rows[: self.num_printed]]
+            print_table(f"completions, step {before + 1}", columns[1:], shown)
+
+    def _rows(self, step: int, groups: Sequence["Group"], result: "RewardResult", advantages: np.ndarray) -> list[list[Any]]:
+        each = [(group.row["prompt"], text) for group in groups for text in group.texts]
+        rewards = [[None if np.isnan(value) else float(value) for value in row] for row in result.values]
+        extras = list(zip(*result.extras.values(), strict=True)) or [()] * len(each)
+        return [
+            [step, prompt, text, *values, *extra, float(advantage)]
+            for (prompt, text), values, extra, advantage in zip(each, rewards, extras, advantages, strict=True)
+        ]

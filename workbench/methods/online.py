@@ -1,0 +1,498 @@
+"""`Online`: what methods that learn from their own completions share.
+
+A window is generated when its first micro-batch begins, with the weights as they are then, in eval mode and without gradient;
+its completions are scored, compared with the reference, and then trained for as many steps as it serves.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from workbench.callbacks.progress import phase
+from workbench.data.batch import MicroBatch
+from workbench.data.prompts import Geometry, Ticket
+from workbench.errors import UserError, check_at_least, nearest
+from workbench.losses.advantages import combine, zero_spread
+from workbench.methods import rollouts
+from workbench.methods.completions_table import CompletionsTable
+from workbench.methods.evaluation import Evaluation
+from workbench.methods.referenced import Referenced
+from workbench.methods.rollouts import Group, Row
+from workbench.methods.window import Window
+from workbench.models.load import ModelSpec
+from workbench.models.logps import LogitsProcessing
+from workbench.models.tokenizer import end_token_ids
+from workbench.rewards import RewardFunctions, RewardResult
+from workbench.rollouts.types import RolloutEngine, Sampling
+from workbench.strategies.info import data_parallel, gather
+
+log = logging.getLogger(__name__)
+
+KEY = "window"  # in a checkpoint
+_EVALUATION = 2**31  # beyond the numbers of windows: evaluation draws of its own
+_PATIENCE = 10  # windows without any spread before a warning
+
+
+class Online(Referenced):
+    """Base of methods that sample completions of prompts, have them scored, and learn from the scores.
+
+    Args:
+        model: as in `Method`.
+        rewards: reward functions: short names, ``module:function``, functions, reward models, or nodes with ``_target_``.
+        reward_weights: of each function, a list or a mapping by name; None: 1 each.
+        engine: what writes the completions; None: the policy itself (`TorchEngine`).
+        num_generations: completions per prompt.
+        steps_per_generation: optimizer steps that one window of completions serves.
+        num_iterations: how often a window is swept.
+        max_completion_length: most tokens of a completion.
+        temperature: divides the logits, of sampler and trainer alike.
+        top_k: draws from the k most likely tokens; None: from all.
+        top_p: draws from the most likely tokens that together have this probability.
+        min_p: draws from tokens with at least this share of the most likely one's probability; None: from all.
+        repetition_penalty: divides the positive logits of tokens that are there already (multiplies negative ones).
+        stop: texts at which a completion ends.
+        eval_sampling: fields of `Sampling` and ``num_generations`` for evaluation; what it leaves out is greedy, 1 completion.
+        beta: strength of the pull towards the reference; 0 goes without one.
+        mask_truncated_completions: leave completions that were cut at the bound out of the loss.
+        dynamic_sampling: rounds in which groups whose rewards are all equal are replaced by further prompts.
+        cast_lm_head_to_fp32: form the logits in fp32, whatever the precision.
+        log_completions: keep a table of the completions at every logging step.
+        num_completions_to_print: how many are printed then; 0: none.
+        options: as in `Referenced`.
+    """
+
+    data_types = ("prompt_only",)
+    trains_tokens = False
+
+    def __init__(
+        self,
+        model: str | ModelSpec | PreTrainedModel,
+        *,
+        rewards: str | Callable[..., Any] | Sequence[Any],
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        engine: RolloutEngine | None = None,
+        num_generations: int = 8,
+        steps_per_generation: int = 1,
+        num_iterations: int = 1,
+        max_completion_length: int = 256,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] | None = None,
+        eval_sampling: dict[str, Any] | None = None,
+        beta: float = 0.0,
+        mask_truncated_completions: bool = False,
+        dynamic_sampling: int = 0,
+        cast_lm_head_to_fp32: bool = False,
+        log_completions: bool = True,
+        num_completions_to_print: int = 0,
+        **options: Any,
+    ) -> None:
+        if not beta >= 0:
+            raise UserError(f"method.beta={beta} must be at least 0; 0 goes without a reference.")
+        self.needs_reference = beta != 0
+        super().__init__(model, **options)
+        self.beta = beta
+        self._check_reference_is_read()
+        check_at_least(1, method__num_generations=num_generations, method__max_completion_length=max_completion_length)
+        check_at_least(0, method__dynamic_sampling=dynamic_sampling, method__num_completions_to_print=num_completions_to_print)
+        self.rewards = RewardFunctions(rewards, reward_weights)
+        object.__setattr__(self, "engine", engine or _policy_engine())
+        self.num_generations = num_generations
+        self.steps_per_generation = steps_per_generation
+        self.num_iterations = num_iterations
+        self.sampling = Sampling(
+            max_new_tokens=max_completion_length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=tuple(stop or ()),
+        )
+        if self.sampling.greedy:
+            raise UserError(
+                "method.temperature=0 writes the same completion for every sample; set it above 0 (eval_sampling may)."
+            )
+        self.eval_sampling, self.eval_num_generations = _evaluation_sampling(self.sampling, eval_sampling)
+        self.mask_truncated_completions = mask_truncated_completions
+        self.dynamic_sampling = dynamic_sampling
+        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
+        self.completions_table = CompletionsTable(log_completions, num_completions_to_print)
+        self.window: Window | None = None
+        self._started = False
+        self._synced: int | None = None
+        self._without_spread = 0
+        self._answers: dict[int, list[tuple[int, Group]]] = {}
+
+    def geometry(self, batch_size: int) -> Geometry:
+        """``data.batch_size`` counts completions."""
+        return Geometry(batch_size, self.num_generations, self.steps_per_generation, self.num_iterations)
+
+    def _check_reference_is_read(self) -> None:
+        for name in ("ref_model", "ref_adapter", "sync_ref_model"):
+            if getattr(self, name) and not self.needs_reference:
+                raise UserError(f"method.{name} has no effect with method.beta=0, which compares with no reference; set beta.")
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Starts the engine, and checks that it can hold what it will be asked."""
+        super().on_fit_start()
+        self._start_engine()
+
+    def before_evaluation_data(self) -> None:
+        """Likewise, for evaluation without training."""
+        super().before_evaluation_data()
+        if self.trainer.state.fn != "fit":
+            self._start_engine()
+
+    def _start_engine(self) -> None:
+        if self._started:
+            return
+        self.engine.start(self.policy, self.tokenizer)
+        self._started = True
+        ends = tuple(end_token_ids(self.policy.hf, self.tokenizer))
+        self.sampling, self.eval_sampling = (replace(s, end_ids=ends) for s in (self.sampling, self.eval_sampling))
+        longest = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
+        context, prompt = self.engine.context, self.trainer.datamodule.longest_row()
+        if context is not None and (prompt or 1) + longest > context:
+            raise UserError(
+                f"a prompt of {prompt} tokens and a completion of up to {longest} are more than the {context} that the engine "
+                f"holds; set method.max_completion_length={max(1, context - (prompt or 1))} or data.max_length="
+                f"{max(2, context - longest)} (with data.truncation)."
+            )
+
+    def _sync(self) -> None:
+        """Gives the engine the weights of this step, before anything is drawn."""
+        version = self.trainer.global_step
+        if self._synced != version:
+            self.engine.sync_weights(self.policy, version)
+            self._synced = version
+
+    def teardown(self, stage: str) -> None:
+        """Ends what the engine has started."""
+        if self._started:
+            self.engine.close()
+            self._started, self._synced = False, None
+
+    # -- a window ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
+        """Generates where a window begins."""
+        super().on_train_batch_start(batch, batch_idx)
+        if batch.rows is not None:
+            with torch.no_grad():
+                self._open(batch)
+        elif self.window is None or self.window.number != batch.plan.number:
+            raise UserError(
+                f"step {batch.step} lies within a window of completions that the checkpoint does not hold; resume from a "
+                "checkpoint of this method that was written with the same settings."
+            )
+
+    def micro_batch(self, ticket: Ticket) -> MicroBatch:
+        """The completions that a ticket stands for, on the device."""
+        rank = data_parallel(self.trainer.strategy).rank
+        return self.window.micro_batch(ticket.offset, rank, ticket.k).to(self.device)
+
+    def processing(self, batch: MicroBatch) -> LogitsProcessing:
+        """What the sampler did to the logits, for the policy to do too."""
+        support = self.window.support_of(batch)
+        return LogitsProcessing(
+            temperature=self.sampling.temperature,
+            repetition_penalty=self.sampling.repetition_penalty,
+            support=None if support is None else tuple(part.to(self.device) for part in support),
+        )
+
+    def _open(self, ticket: Ticket) -> None:
+        trainer, planner = self.trainer, self.trainer.datamodule.planner
+        self._sync()
+        with phase(trainer, f"generating {len(ticket.rows) * self.num_generations} completions"):
+            groups, result = self._collect(ticket)
+        self.window = self._window_of(ticket, groups, result)
+        self.window.plan(planner, self.sampling.max_new_tokens)
+        self._add_logps(self.window)
+        self.window.advantages = self.compute_advantages(result, self.window)
+        self._report(groups, result)
+
+    def _collect(self, ticket: Ticket) -> tuple[list[Group], RewardResult]:
+        """The window's groups of all ranks in plan order, with their rewards."""
+        plan, planner = ticket.plan, self.trainer.datamodule.planner
+        groups, parts = self._round(ticket.rows, plan.prompts, plan.number, 0)
+        taken, rounds, replaced = set(plan.prompts), 0, 0
+        while rounds < self.dynamic_sampling:
+            dull = [i for i, part in enumerate(parts) if _is_dull(part, self.rewards.weights)]
+            index = planner.replacements(plan.number, rounds + 1, taken, len(dull)) if dull else []
+            if not index:
+                break
+            rounds, replaced, taken = rounds + 1, replaced + len(index), taken | set(index)
+            rows = self.trainer.datamodule.train_rows(index)
+            for slot, group, part in zip(dull, *self._round(rows, index, plan.number, rounds), strict=False):
+                groups[slot], parts[slot] = group, part
+        if self.dynamic_sampling:
+            self._report_means({"dynamic_sampling/rounds": rounds, "dynamic_sampling/replaced": replaced})
+        return groups, RewardResult.joined(parts)
+
+    def _round(
+        self, rows: Sequence[Row], index: Sequence[int], number: int, attempt: int
+    ) -> tuple[list[Group], list[RewardResult]]:
+        """Answers prompts, each rank its share, and scores them; every rank gets all, in the order of ``rows``."""
+        strategy = self.trainer.strategy
+        world_size, rank = data_parallel(strategy)
+        mine = range(rank, len(rows), world_size)
+        options = {"num_generations": self.num_generations, "key": (self.seed, number), "attempt": attempt}
+        own = rollouts.answer(
+            self.engine, [rows[i] for i in mine], [index[i] for i in mine], self.sampling, self.tokenizer, **options
+        )
+        results = self._score(own).split(self.num_generations)
+        both = [(i, group, part) for i, group, part in zip(mine, own, results, strict=True)]
+        found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])
+        return [group for _, group, _ in found], [part for _, _, part in found]
+
+    @property
+    def seed(self) -> int:
+        """Of the draws: the data's."""
+        return self.trainer.datamodule.seed
+
+    def _score(self, groups: Sequence[Group]) -> RewardResult:
+        trainer = self.trainer
+        state = SimpleNamespace(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
+        self.rewards.place(self.device)
+        arguments = rollouts.as_arguments(groups, self.tokenizer)
+        return self.rewards(**arguments, trainer_state=state, end_ids=self.sampling.end_ids)
+
+    def _window_of(self, ticket: Ticket, groups: Sequence[Group], result: RewardResult) -> Window:
+        written = [rollout for group in groups for rollout in group.rollouts]
+        scored = ~np.isnan(result.values).all(1)
+        truncated = np.array([rollout.finish == "length" for rollout in written])
+        drawn = [rollout.logps for rollout in written]
+        if not scored.all():
+            log.warning(
+                "%d of %d completions were scored by no reward function; they are left out.", (~scored).sum(), len(scored)
+            )
+        return Window(
+            number=ticket.plan.number,
+            first=ticket.plan.first,
+            group=np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups]),
+            prompt_ids=[np.asarray(group.row["input_ids"], dtype=np.int64) for group in groups],
+            token_ids=[np.asarray(rollout.token_ids, dtype=np.int64) for rollout in written],
+            truncated=truncated,
+            trained=scored & ~truncated if self.mask_truncated_completions else scored,
+            counted=scored,
+            advantages=np.zeros(len(written)),
+            sampler_logps=None if any(d is None for d in drawn) else [np.asarray(d, dtype=np.float64) for d in drawn],
+            support=[_support(rollout) for rollout in written] if self.sampling.truncates else None,
+            order=self.completion_order(len(written)),
+            version=max((rollout.version for rollout in written), default=0),
+        )
+
+    def completion_order(self, size: int) -> list[int] | None:
+        """The order in which the steps of a sweep take the completions; None: prompt by prompt."""
+        return None
+
+    def compute_advantages(self, result: RewardResult, window: Window) -> np.ndarray:
+        """Advantages ``[N]`` of the window's completions."""
+        raise NotImplementedError
+
+    # -- log-probabilities ------------------------------------------------------------------------------------------
+
+    def keeps_old_logps(self, steps: int) -> bool:
+        """Whether log-probabilities under the window's first weights are kept: where it serves one step they are those of the
+        step itself."""
+        return steps > 1
+
+    keeps_old_entropy: bool = False
+
+    def _add_logps(self, window: Window) -> None:
+        """What policy and reference say of the window's tokens before its first step."""
+        old = self.keeps_old_logps(len(window.plans) * self.num_iterations)
+        wanted = {"old_logps": old, "old_entropy": self.keeps_old_entropy, "ref_logps": self.needs_reference}
+        if not any(wanted.values()):
+            return
+        strategy = self.trainer.strategy
+        rank = data_parallel(strategy).rank
+        want = ["logps"] + ["entropy"] * self.keeps_old_entropy
+        mine: dict[str, dict[int, np.ndarray]] = {name: {} for name, asked in wanted.items() if asked}
+        batches = [(offset, k) for offset in range(len(window.plans)) for k in range(window.plans[0].norm.num_micro)]
+        with phase(self.trainer, "log-probabilities"), self.trainer.precision_plugin.forward_context():
+            for offset, k in batches:
+                batch = window.micro_batch(offset, rank, k).to(self.device)
+                processing = self.processing(batch)
+                if old or self.keeps_old_entropy:
+                    out = self.policy(batch, want, processing=processing)
+                    _keep(mine, "old_logps", window, batch, out.logps)
+                    _keep(mine, "old_entropy", window, batch, out.entropy)
+                if self.needs_reference:
+                    _keep(mine, "ref_logps", window, batch, self.reference.logps(batch, processing=processing))
+        for name, own in mine.items():
+            whole: dict[int, np.ndarray] = {}
+            for part in gather(own, strategy):
+                whole |= part
+            setattr(window, name, [whole.get(row, np.zeros(0)) for row in range(len(window))])
+
+    # -- reports ----------------------------------------------------------------------------------------------------
+
+    def _report_means(self, values: Mapping[str, float]) -> None:
+        """Adds values of the whole window, which every rank knows, to the step's metrics."""
+        for name, value in values.items():
+            if not np.isnan(value):
+                self._meter.add(name, float(value), 1.0)
+
+    def _report(self, groups: Sequence[Group], result: RewardResult) -> None:
+        window = self.window
+        means = rollouts.completion_metrics(window.lengths, window.truncated) | result.statistics(window.group)
+        self._report_means(means)
+        dull = means["frac_reward_zero_std"] == 1
+        self._without_spread = self._without_spread + 1 if dull else 0
+        if self._without_spread == _PATIENCE:
+            log.warning(
+                "in %d generations in a row all completions of each prompt had the same reward, so that nothing was learnt: look "
+                "at the rewards (train/reward), the prompts' difficulty, or method.temperature.",
+                _PATIENCE,
+            )
+        steps = len(window.plans) * self.num_iterations
+        self.completions_table.add(self.trainer, groups, result, window.advantages, steps)
+
+    def record_mismatch(self, batch: MicroBatch, logps: Tensor, weights: Tensor) -> None:
+        """``sampling/sampling_logp_difference``: how far the sampler's log-probabilities are from the trainer's own, in the first
+        sweep of a window; ``logps`` are those of the window's first weights."""
+        if "sampler_logps" not in batch.extras:
+            return
+        difference = (logps - batch.extras["sampler_logps"]).abs()
+        known = (weights != 0) & ~difference.isnan()
+        self.record("sampling/sampling_logp_difference/mean", difference.nan_to_num(), known.double())
+        self.record_extreme("sampling/sampling_logp_difference/max", difference[known], "max")
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts the sets, with the weights as they are."""
+        names = self.trainer.datamodule.eval_names
+        self._evaluations = [Evaluation() for _ in names]
+        self._answers = {i: [] for i in range(len(names))}
+        self._sync()
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Answers a few prompts of one evaluation set and scores them."""
+        data = self.trainer.datamodule
+        rows = data.prepared_eval(data.eval_names[dataloader_idx])
+        index = [] if batch.is_empty else torch.unique_consecutive(batch.row).tolist()
+        groups = rollouts.answer(
+            self.engine,
+            [rows[i] for i in index],
+            index,
+            self.eval_sampling,
+            self.tokenizer,
+            num_generations=self.eval_num_generations,
+            key=(self.seed, _EVALUATION + dataloader_idx),
+        )
+        result = self._score(groups)
+        self._evaluate(groups, result, self._evaluations[dataloader_idx])
+        self._answers[dataloader_idx] += zip(index, groups, strict=True)
+
+    def _evaluate(self, groups: Sequence[Group], result: RewardResult, evaluation: Evaluation) -> None:
+        written = [rollout for group in groups for rollout in group.rollouts]
+        lengths = torch.tensor([float(len(rollout.token_ids)) for rollout in written])
+        each = torch.ones(len(written))
+        total = combine(torch.from_numpy(result.values), torch.tensor(result.weights))
+        scored = (~total.isnan()).double()
+        evaluation.add("reward", total.nan_to_num(), scored)
+        if self.eval_num_generations > 1:
+            best = total.nan_to_num(nan=-torch.inf).view(-1, self.eval_num_generations).amax(1)
+            evaluation.add("reward_best", best.nan_to_num(neginf=0.0), best.isfinite().double())
+        for i, name in enumerate(result.names):
+            values = torch.from_numpy(result.values[:, i])
+            evaluation.add(f"rewards/{name}/mean", values.nan_to_num(), (~values.isnan()).double())
+        for name, values in result.metrics.items():
+            evaluation.add(name, torch.tensor(values, dtype=torch.float64), torch.ones(len(values)))
+        evaluation.add("completions/mean_length", lengths, each)
+        evaluation.extreme("completions/max_length", lengths, "max")
+        evaluation.add("completions/clipped_ratio", torch.tensor([float(r.finish == "length") for r in written]), each)
+
+    def finish_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, float]:
+        """As `Method`'s, and what ``compute_metrics(prompts, completions, **columns)`` makes of the whole set."""
+        metrics = super().finish_evaluation(name, evaluation)
+        if self.compute_metrics is None:
+            return metrics
+        number = self.trainer.datamodule.eval_names.index(name)
+        found = sorted((a for part in gather(self._answers[number], self.trainer.strategy) for a in part), key=lambda a: a[0])
+        arguments = rollouts.as_arguments([group for _, group in found], self.tokenizer)
+        own = self.compute_metrics(arguments["prompts"], arguments["completions"], **arguments["columns"])
+        if not isinstance(own, Mapping):
+            raise UserError(f"compute_metrics must return a dict of numbers, not {type(own).__name__}.")
+        return metrics | {key: float(value) for key, value in own.items()}
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the window, as long as steps of it are to come."""
+        super().on_save_checkpoint(checkpoint)
+        if self.window is not None:
+            checkpoint[KEY] = self.window.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the window over, and deals it to this run's ranks."""
+        super().on_load_checkpoint(checkpoint)
+        if KEY in checkpoint and self.trainer.state.fn == "fit":
+            self.window = Window.from_state(checkpoint[KEY])
+            self.window.plan(self.trainer.datamodule.planner, self.sampling.max_new_tokens)
+
+
+def _policy_engine() -> RolloutEngine:
+    from workbench.rollouts.torch_engine import TorchEngine
+
+    return TorchEngine()
+
+
+def _evaluation_sampling(training: Sampling, given: Mapping[str, Any] | None) -> tuple[Sampling, int]:
+    given = dict(given or {})
+    allowed = [field.name for field in fields(Sampling) if field.name != "end_ids"]
+    for name in given:
+        if name not in (*allowed, "num_generations"):
+            raise UserError(
+                f"method.eval_sampling.{name} is unknown.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, num_generations."
+            )
+    count = given.pop("num_generations", 1)
+    check_at_least(1, method__eval_sampling__num_generations=count)
+    given["stop"] = tuple(given.get("stop") or training.stop)
+    sampling = Sampling(**{"temperature": 0.0, "max_new_tokens": training.max_new_tokens, **given})
+    if sampling.greedy and count > 1:
+        raise UserError(
+            f"method.eval_sampling.num_generations={count} are all the same at temperature=0; set "
+            "method.eval_sampling.temperature above 0."
+        )
+    return sampling, count
+
+
+def _is_dull(part: RewardResult, weights: Sequence[float]) -> bool:
+    """Whether a group's rewards are all equal."""
+    total = combine(torch.from_numpy(part.values), torch.tensor(weights))
+    return bool(zero_spread(total, torch.zeros(len(total), dtype=torch.int64)).all())
+
+
+def _support(rollout: Any) -> tuple[np.ndarray, np.ndarray]:
+    if rollout.support is None:
+        raise UserError(
+            "the engine does not say which tokens could be drawn, so that with top_k, top_p or min_p the trainer's "
+            "log-probabilities would be others than the sampler's; leave these out, or use engine=torch."
+        )
+    counts = np.array([len(ids) for ids in rollout.support], dtype=np.int64)
+    return (np.concatenate(rollout.support) if len(counts) else np.zeros(0, dtype=np.int64)), counts
+
+
+def _keep(mine: dict[str, dict[int, np.ndarray]], name: str, window: Window, batch: MicroBatch, values: Tensor | None) -> None:
+    """Splits a micro-batch's outputs by completion."""
+    rows = window.trained_rows(batch)
+    if name not in mine or values is None or not rows:
+        return
+    parts = np.split(values.float().cpu().numpy(), np.cumsum(window.lengths[rows])[:-1])
+    mine[name] |= dict(zip(rows, parts, strict=True))
