@@ -114,7 +114,7 @@ def test_a_group_nobody_scored_report_44():
         assert found.values[:2].eq(0).all() and found.values[2:].abs().min() >= 1
     everything = group_advantages(column(NAN, NAN), ONE, groups(2))
     assert everything.values.eq(0).all() and not everything.valid.any()
-    assert reward_metrics(column(NAN, NAN), ONE, groups(2), ["a"]) == {}
+    assert reward_metrics(column(NAN, NAN), ONE, groups(2), ["a"]) == {"frac_reward_zero_std": 1.0}
 
 
 def test_one_scored_completion_has_no_advantage():

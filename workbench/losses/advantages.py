@@ -167,7 +167,7 @@ def reward_metrics(rewards: Tensor, weights: Tensor, group: Tensor, names: list[
     ``rewards/<f>/mean`` and ``/std`` of each function as it is (not weighted), and ``frac_reward_zero_std``, the share of
     completions whose group has no spread.
 
-    Values that nobody gave are left out; a function that abstained everywhere has no metrics, nor has a batch that nobody scored.
+    Rewards that nobody gave are left out, and so are the metrics that nothing is left for; without any reward there is no spread.
     """
     total = combine(rewards, weights)
     found: dict[str, float] = {}
@@ -176,6 +176,7 @@ def reward_metrics(rewards: Tensor, weights: Tensor, group: Tensor, names: list[
             found[f"rewards/{name}/mean"] = float(column.nanmean())
             found[f"rewards/{name}/std"] = float(batch_std(column))
     given = ~total.isnan()
+    found["frac_reward_zero_std"] = 1.0
     if given.any():
         found["reward"] = float(total.nanmean())
         found["reward_std"] = float(batch_std(total))

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from workbench.errors import UserError
-from workbench.rewards.texts import END_THINK, Completion, after_thinking, final_answer, text_of
+from workbench.rewards.texts import END_THINK, Completion, after_thinking, final_answer, last_boxed, text_of
 from workbench.tiny.tasks import exact_match
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ def _mathematically(text: str, right: str) -> bool:
         return True
     # Its time limits are signals, which the main thread alone can set.
     limit = 5 if threading.current_thread() is threading.main_thread() else None
-    gold = math_verify.parse(right, parsing_timeout=limit) or math_verify.parse(f"${right}$", parsing_timeout=limit)
+    plain_latex = "\\" in right and "$" not in right and last_boxed(right) is None  # is read only where marked as such
+    gold = math_verify.parse(f"\\boxed{{{right}}}" if plain_latex else right, parsing_timeout=limit)
     if not gold:
         return False
-    return bool(math_verify.verify(gold, math_verify.parse(text, parsing_timeout=limit), timeout_seconds=limit))
+    found = math_verify.parse(text, parsing_timeout=limit)
+    return bool(math_verify.verify(gold, found, timeout_seconds=limit))

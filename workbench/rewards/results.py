@@ -31,7 +31,12 @@ def to_values(name: str, given: Any, count: int) -> list[float]:
             f"Reward function {name!r} returned {len(given)} value{'s' * (len(given) != 1)} for {count} "
             f"completion{'s' * (count != 1)}; it must give one for each, None where it has no opinion."
         )
-    return [_to_value(name, value, i) for i, value in enumerate(given)]
+    try:
+        return [_to_value(name, value, i) for i, value in enumerate(given)]
+    finally:
+        for value in given:
+            if inspect.iscoroutine(value):  # or Python warns that nobody awaited it
+                value.close()
 
 
 def _to_value(name: str, value: Any, index: int) -> float:
@@ -40,7 +45,6 @@ def _to_value(name: str, value: Any, index: int) -> float:
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, numbers.Real | np.bool_):
-        _close(value)
         raise UserError(f"Reward function {name!r} returned {_kind(value)} for completion {index}, not a number or None.")
     try:
         number = float(value)
@@ -61,8 +65,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return f"the single number {value}"
     return f"a {type(value).__name__}"
-
-
-def _close(value: Any) -> None:
-    if inspect.iscoroutine(value):  # or Python warns that nobody awaited it
-        value.close()

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from workbench.errors import UserError, nearest
+from workbench.losses.advantages import reward_metrics
 from workbench.rewards.naming import RewardFunction, distinct, name_of, resolve
 from workbench.rewards.results import to_values
 
@@ -24,17 +25,46 @@ class RewardResult:
 
     Args:
         values: float64 ``[N, F]``, NaN where a function abstained.
-        names: of the functions.
-        weights: of the functions, float64 ``[F]``.
+        names: of the functions ``[F]``.
+        weights: of the functions ``[F]``.
         extras: values that functions logged for each completion, by column ``[N]``.
         metrics: numbers that functions logged, by name.
     """
 
-    values: Tensor
+    values: np.ndarray
     names: list[str]
-    weights: Tensor
+    weights: list[float]
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def split(self, size: int) -> list["RewardResult"]:
+        """Parts of ``size`` completions each; the first one has the metrics."""
+        return [
+            RewardResult(
+                self.values[start : start + size],
+                self.names,
+                self.weights,
+                {column: values[start : start + size] for column, values in self.extras.items()},
+                {} if start else self.metrics,
+            )
+            for start in range(0, len(self.values), size)
+        ]
+
+    @classmethod
+    def joined(cls, parts: Sequence["RewardResult"]) -> "RewardResult":
+        """The parts as one, in their order. A column that some did not log is None there."""
+        columns = dict.fromkeys(column for part in parts for column in part.extras)
+        extras = {c: [v for part in parts for v in part.extras.get(c, [None] * len(part.values))] for c in columns}
+        metrics: dict[str, list[float]] = {}
+        for part in parts:
+            for name, values in part.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+        return cls(np.concatenate([part.values for part in parts]), parts[0].names, parts[0].weights, extras, metrics)
+
+    def statistics(self, group: np.ndarray) -> dict[str, float]:
+        """`workbench.losses.advantages.reward_metrics`, given which prompt each completion answers ``[N]``."""
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        return reward_metrics(torch.from_numpy(self.values), weights, torch.as_tensor(group), self.names)
 
 
 class RewardFunctions:
@@ -61,7 +91,7 @@ class RewardFunctions:
             raise UserError("method.rewards is empty: name at least one reward function.")
         self.functions: list[RewardFunction] = [resolve(spec) for spec in specs]
         self.names = distinct([name_of(f) for f in self.functions])
-        self.weights = torch.tensor(_weights(weights, self.names), dtype=torch.float64)
+        self.weights = _weights(weights, self.names)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def place(self, device: torch.device | str) -> None:
@@ -105,8 +135,7 @@ class RewardFunctions:
         given |= {"trainer_state": trainer_state, "prompt_texts": prompt_texts, "end_ids": end_ids}
         call = _Call(given, dict(columns or {}), len(completions))
         if not call.count:
-            values = torch.zeros(0, len(self.names), dtype=torch.float64)
-            return RewardResult(values, list(self.names), self.weights.clone())
+            return RewardResult(np.zeros((0, len(self.names))), list(self.names), list(self.weights))
         answers = [call.start(f, name) for f, name in zip(self.functions, self.names, strict=True)]
         pending = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
         for i, answer in zip(pending, self._await([answers[i] for i in pending]), strict=True):
@@ -114,8 +143,8 @@ class RewardFunctions:
                 raise _failure(self.names[i], answer) from answer
             answers[i] = answer
         found = [to_values(name, answer, call.count) for name, answer in zip(self.names, answers, strict=True)]
-        values = torch.tensor(found, dtype=torch.float64).T.contiguous()
-        return RewardResult(values, list(self.names), self.weights.clone(), call.extras, call.metrics)
+        values = np.ascontiguousarray(np.array(found, dtype=np.float64).T)
+        return RewardResult(values, list(self.names), list(self.weights), call.extras, call.metrics)
 
     def _await(self, awaitables: list[Any]) -> list[Any]:
         """Results or exceptions. On a thread of its own: a notebook's main thread runs a loop already."""

@@ -53,7 +53,7 @@ def final_answer(text: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last ``\boxed{...}`` whose braces are balanced."""
-    for found in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+    for found in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
         depth = 1
         for i in range(found.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[i], 0) if text[i - 1] != "\\" else 0
