@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "signing_key"
 _MARK = "# signed "
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_HARMLESS = ("tiny:", "package:")  # names of embedded data and models, which import nothing
+_HARMLESS = ("tiny:", "reasoning_gym:", "package:")  # names of embedded data and models, which import nothing
 _SWITCHES = ("trust_remote_code", "weights_only", "use_kernels", "_target_")
 
 

@@ -28,6 +28,7 @@ def load_rows(spec: SourceSpec, split: str, streaming: bool, seed: int) -> Rows:
     loader = {
         "memory": _load_memory,
         "tiny": _load_tiny,
+        "reasoning_gym": _load_reasoning_gym,
         "import": _load_import,
         "saved": _load_saved,
         "files": _load_files,
@@ -48,6 +49,14 @@ def _load_tiny(spec: SourceSpec, split: str, streaming: bool, seed: int) -> Rows
     return slice_rows(
         call_object(load_tiny, spec.path, spec.path.removeprefix("tiny:"), split=name, **arguments), part, spec.path
     )
+
+
+def _load_reasoning_gym(spec: SourceSpec, split: str, streaming: bool, seed: int) -> Rows:
+    from workbench.rewards.gym import load_reasoning_gym
+
+    name, part = parse_split(spec.split or split)
+    arguments = {"seed": seed, **(spec.kwargs or {})}
+    return slice_rows(call_object(load_reasoning_gym, spec.path, spec.path, split=name, **arguments), part, spec.path)
 
 
 def _load_import(spec: SourceSpec, split: str, streaming: bool, seed: int) -> Rows:

@@ -21,12 +21,13 @@ Convert = Literal[
     "unpaired_preference",
     "stepwise_supervision",
 ]
-Kind = Literal["memory", "tiny", "import", "saved", "files", "hub"]
+Kind = Literal["memory", "tiny", "reasoning_gym", "import", "saved", "files", "hub"]
 _FILE_OPTIONS = {"format", "field", "sample_by"}
 _HUB_OPTIONS = {"name", "revision"}
 _WITHOUT_EFFECT: dict[Kind, set[str]] = {
     "memory": _FILE_OPTIONS | _HUB_OPTIONS | {"data_files", "kwargs"},
     "tiny": _FILE_OPTIONS | _HUB_OPTIONS | {"data_files"},
+    "reasoning_gym": _FILE_OPTIONS | _HUB_OPTIONS | {"data_files"},
     "import": _FILE_OPTIONS | _HUB_OPTIONS | {"data_files"},
     "saved": _FILE_OPTIONS | _HUB_OPTIONS | {"data_files", "kwargs"},
     "files": _HUB_OPTIONS | {"kwargs"},
@@ -40,7 +41,7 @@ class SourceSpec:
 
     Args:
         path: hub name; file, folder or pattern (.jsonl .json .csv .tsv .parquet .arrow .txt, text ones also .gz); folder of
-            a saved data set; ``module:function``; ``tiny:<task>``; or an object in memory.
+            a saved data set; ``module:function``; ``tiny:<task>``; ``reasoning_gym:<task>``; or an object in memory.
         name: configuration of a hub data set.
         split: split, also a slice of it such as ``train[:1000]`` or ``train[10%:]``. None: the one asked for, or the only one.
         revision: branch, tag or commit of a hub data set.
@@ -118,6 +119,8 @@ def source_kind(path: Any) -> Kind:
     place = Path(path).expanduser()
     if path.startswith("tiny:"):
         return "tiny"
+    if path.startswith("reasoning_gym:"):
+        return "reasoning_gym"
     if is_import_path(path) and not place.exists():
         return "import"
     if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):

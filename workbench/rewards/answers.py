@@ -71,7 +71,7 @@ def _judge(texts: list[str], right: list[Any]) -> list[float | None]:
 def _announced() -> bool:
     """Whether math-verify is installed; said once."""
     found = importlib.util.find_spec("math_verify") is not None
-    how = "math-verify" if found else "the same text (install math-verify to compare mathematically)"
+    how = "math-verify" if found else "the same text (pip install 'workbench[math-verify]' compares mathematically)"
     log.info("Rewards: answers are compared by %s.", how)
     return found
 
