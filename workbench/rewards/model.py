@@ -92,7 +92,7 @@ class RewardModel:
             if not isinstance(self.tokenizer, PreTrainedTokenizerBase):
                 self.tokenizer = load_tokenizer(self.tokenizer or self.model)
             network.requires_grad_(False)
-            self._policy = Policy(network.eval()).to(self.device)
+            self._policy = Policy(network).eval().to(self.device)
         return self._policy
 
 
