@@ -20,6 +20,46 @@ from workbench.errors import UserError
 _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
 _FEW = 2**24  # logits that are formed at once: 64 MiB in fp32
 Chunked = bool | Literal["auto"]
+Support = tuple[Tensor, Tensor]
+"""Tokens that could be drawn for each of T outputs: token ids end to end ``[K]``, and how many each output has ``[T]``. One with 0
+has no restriction; a target always counts as one of its tokens."""
+
+
+@dataclass
+class LogitsProcessing:
+    """What turns logits into the distribution that is drawn from: penalty, then temperature, then restriction.
+
+    Args:
+        temperature: divides the logits.
+        repetition_penalty: divides positive logits (multiplies negative ones) of the tokens before (arXiv:1909.05858, sec. 4.1).
+        support: the tokens that could be drawn; None: all.
+    """
+
+    temperature: float = 1.0
+    repetition_penalty: float = 1.0
+    support: Support | None = None
+
+
+@dataclass
+class Seen:
+    """The tokens before each of T outputs.
+
+    Args:
+        contexts: the sequences that hold the outputs, padded at their ends ``[C, L]``.
+        row: which of them each output is in ``[T]``.
+        length: how many of its tokens come before the output ``[T]``.
+    """
+
+    contexts: Tensor
+    row: Tensor
+    length: Tensor
+
+    def mask(self, outputs: slice, vocabulary: int) -> Tensor:
+        """Which tokens come before each of some outputs ``[n, V]``."""
+        tokens = self.contexts[self.row[outputs]]
+        before = torch.arange(tokens.shape[1], device=tokens.device) < self.length[outputs, None]
+        mask = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
+        return mask.scatter_(1, tokens.masked_fill(~before, vocabulary), True)[:, :vocabulary]
 
 
 @dataclass
@@ -28,7 +68,7 @@ class TokenStats:
 
     Args:
         logps: log-probability of the target ``[T]``, nats.
-        entropy: entropy of the distribution ``[T]``, nats; no gradient.
+        entropy: entropy of the distribution ``[T]``, nats; a gradient only where one is asked for.
         top1: most likely token ``[T]``.
         mean_logit: mean of the logits over the vocabulary ``[T]``; no gradient.
         log_collision: ``log sum_v p(v)^2`` ``[T]``, the log-probability that two samples agree; no gradient.
@@ -46,15 +86,23 @@ STATS = tuple(f.name for f in fields(TokenStats))
 
 @dataclass
 class Head:
-    """An LM head with what some families do to its logits: ``softcap * tanh(scale * head(h) / softcap)``."""
+    """An LM head with what some families do to its logits: ``softcap * tanh(scale * head(h) / softcap)``.
+
+    Args:
+        module: gives the products of hidden states and head.
+        scale: of the products.
+        softcap: bound of the logits.
+        dtype: in which the products are computed; None: the module's own, or autocast's.
+    """
 
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, hf: PreTrainedModel) -> "Head":
-        """The head of a causal language model.
+    def of(cls, hf: PreTrainedModel, dtype: torch.dtype | None = None) -> "Head":
+        """The head of a causal language model, computing in ``dtype``.
 
         Raises:
             UserError: the model has no output embeddings.
@@ -66,11 +114,25 @@ class Head:
         scale = getattr(config, "logit_scale", None) or 1.0
         if getattr(config, "logits_scaling", None):
             scale = 1.0 / config.logits_scaling
-        return cls(module, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+        return cls(module, scale=scale, softcap=getattr(config, "final_logit_softcapping", None), dtype=dtype)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``[..., V]`` in fp32."""
-        return self.shape(self.module(hidden).float())
+        """Logits ``[..., V]`` in fp32.
+
+        Raises:
+            UserError: a ``dtype`` is asked of a head that is not one whole matrix.
+        """
+        if self.dtype is None:
+            return self.shape(self.module(hidden).float())
+        if not self.is_plain:
+            raise UserError(
+                f"the head ({type(self.module).__name__}) cannot compute in {str(self.dtype).removeprefix('torch.')}, being an "
+                "adapter's, a quantised or a partitioned layer; set method.cast_lm_head_to_fp32=false."
+            )
+        bias = None if self.module.bias is None else self.module.bias.to(self.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            products = nn.functional.linear(hidden.to(self.dtype), self.module.weight.to(self.dtype), bias)
+        return self.shape(products.float())
 
     def shape(self, logits: Tensor) -> Tensor:
         """What the family does to the products ``[..., V]`` of hidden states and head."""
@@ -103,6 +165,10 @@ def token_logps(
     temperature: float = 1.0,
     want: Collection[str] = ("logps",),
     chunked: Chunked = "auto",
+    entropy_grad: bool = False,
+    repetition_penalty: float = 1.0,
+    seen: Seen | None = None,
+    support: Support | None = None,
 ) -> TokenStats:
     """Log-probabilities of ``targets`` given the hidden states that predict them.
 
@@ -114,10 +180,18 @@ def token_logps(
         want: any further fields of `TokenStats`.
         chunked: form the logits in pieces, so that memory does not grow with T x V; False forms them at once, which spares the
             second pass; ``auto`` does that as long as they are few.
+        entropy_grad: let the entropy carry a gradient, ``d H / d z = -p (log p + H)``.
+        repetition_penalty: divides positive logits (multiplies negative ones) of the tokens in ``seen``, before all else.
+        seen: the tokens before each target; needed where there is a penalty.
+        support: the tokens that each target could have been; the others have no probability. All statistics but ``mean_logit``
+            are of this distribution.
 
     Returns:
         `TokenStats` with ``[T]`` tensors.
     """
+    if support is not None or repetition_penalty != 1.0 or entropy_grad:
+        processing = LogitsProcessing(temperature, repetition_penalty, support)
+        return processed_logps(hidden, head, targets, processing, seen, want=want, entropy_grad=entropy_grad)
     few = len(hidden) * getattr(head.module, "out_features", 2**17) <= _FEW
     if chunked is False or (chunked == "auto" and few):
         return _stats(head(hidden) / temperature if temperature != 1.0 else head(hidden), targets, want)
@@ -155,6 +229,79 @@ def _stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> TokenStats
     return stats
 
 
+def processed_logps(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    processing: LogitsProcessing,
+    seen: Seen | None = None,
+    *,
+    want: Collection[str] = ("logps",),
+    entropy_grad: bool = False,
+) -> TokenStats:
+    """`token_logps` under a repetition penalty, over a support, or with the entropy's gradient: piece by piece, and again in the
+    backward pass."""
+    if processing.repetition_penalty != 1.0 and seen is None:
+        raise ValueError("repetition_penalty needs the tokens before each target (seen).")
+    rows = max(1, _PIECE // getattr(head.module, "out_features", 2**17))
+    options = (head, processing, seen, want, entropy_grad)
+    parts = []
+    for start in range(0, len(hidden), rows):
+        piece = slice(start, min(start + rows, len(hidden)))
+        args = (hidden[piece], targets[piece], piece, *options)
+        if len(hidden) > rows and torch.is_grad_enabled():
+            parts.append(torch.utils.checkpoint.checkpoint(_processed_piece, *args, use_reentrant=False))
+        else:
+            parts.append(_processed_piece(*args))
+    joined = (torch.cat(v) if v[0] is not None else None for v in zip(*parts, strict=True))
+    return TokenStats(*joined)
+
+
+def _processed_piece(
+    hidden: Tensor,
+    targets: Tensor,
+    piece: slice,
+    head: Head,
+    processing: LogitsProcessing,
+    seen: Seen | None,
+    want: Collection[str],
+    entropy_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    logits = head(hidden)
+    if processing.repetition_penalty != 1.0:
+        logits = penalise(logits, seen.mask(piece, logits.shape[-1]), processing.repetition_penalty)
+    if processing.temperature != 1.0:
+        logits = logits / processing.temperature
+    mean_logit = logits.detach().mean(-1) if "mean_logit" in want else None
+    if processing.support is not None:
+        logits = logits.masked_fill(~_support_mask(processing.support, piece, targets, logits.shape[-1]), float("-inf"))
+    stats = _stats(logits, targets, {name for name in want if name not in ("entropy", "mean_logit")})
+    stats.mean_logit = mean_logit
+    if "entropy" in want:
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            logps = torch.log_softmax(logits, dim=-1)
+            finite = logps.masked_fill(logps == float("-inf"), 0.0)  # 0 log 0 = 0, and so is its gradient
+            stats.entropy = -(logps.exp() * finite).sum(-1)
+    return tuple(getattr(stats, name) for name in STATS)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits ``[..., V]`` with those of ``seen`` tokens divided by ``penalty`` where positive and multiplied where negative
+    (arXiv:1909.05858, sec. 4.1, with the sign minded)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _support_mask(support: Support, piece: slice, targets: Tensor, vocabulary: int) -> Tensor:
+    """Which tokens some outputs could be ``[n, V]``."""
+    ids, counts = support
+    first, stop = counts[: piece.start].sum(), counts[: piece.stop].sum()
+    counts = counts[piece]
+    row = torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts)
+    mask = (counts == 0)[:, None].repeat(1, vocabulary)
+    mask[row, ids[first:stop].long()] = True
+    return mask.scatter_(1, targets[:, None], True)
+
+
 class _HeadStats(torch.autograd.Function):
     """``logps`` and statistics of a plain head, a piece of the logits at a time.
 
@@ -174,6 +321,7 @@ class _HeadStats(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        dtype = head.dtype or dtype
         ctx.head, ctx.temperature, ctx.dtype, ctx.has_bias = head, temperature, dtype, bias is not None
         trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not trains_head

@@ -19,7 +19,7 @@ from workbench.errors import UserError
 from workbench.models import attention
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
-from workbench.models.logps import Chunked, Head, token_logps
+from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PolicyOutput:
 
     Args:
         logps: log-probabilities ``[T]``, nats.
-        entropy: ``[T]``, nats, no gradient.
+        entropy: ``[T]``, nats; a gradient only where one is asked for.
         top1: most likely token ids ``[T]``.
         mean_logit: mean logit over the vocabulary ``[T]``, no gradient.
         log_collision: ``log sum_v p(v)^2`` ``[T]``, no gradient.
@@ -70,6 +70,7 @@ class Policy(nn.Module):
         layout: how a micro-batch is laid out.
         pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
         chunked_head: whether logits are formed in pieces (see `token_logps`).
+        head_dtype: in which the head's products are computed; None: the weights' own, or autocast's.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Policy(nn.Module):
         layout: Layout = "padded",
         pad_to_multiple_of: int | None = None,
         chunked_head: Chunked = "auto",
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.head_dtype = head_dtype
         self.chunked_head = chunked_head
         self.hf = hf
         self.layout = layout
@@ -124,6 +127,8 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         at: Tensor | None = None,
+        processing: LogitsProcessing | None = None,
+        entropy_grad: bool = False,
     ) -> PolicyOutput:
         """Runs the micro-batch.
 
@@ -132,6 +137,8 @@ class Policy(nn.Module):
             want: fields of `PolicyOutput`.
             temperature: divides the logits.
             at: tokens whose ``scores`` are read ``[P]``, indices into ``batch.tokens``; None: the last of every sequence.
+            processing: what a sampler did to the logits, its own temperature in place of ``temperature``.
+            entropy_grad: let ``entropy`` carry a gradient.
         """
         inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
         hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
@@ -144,8 +151,11 @@ class Policy(nn.Module):
             out.hidden = predicting if "hidden" in want else None
         if TOKEN_STATS & set(want) - {"hidden"}:
             targets = batch.tokens[batch.outputs]
-            options = {"temperature": temperature, "want": want, "chunked": self.chunked_head}
-            stats = token_logps(predicting, Head.of(self.causal_lm), targets, **options)
+            options = {"temperature": temperature, "want": want, "chunked": self.chunked_head, "entropy_grad": entropy_grad}
+            if processing is not None:
+                options |= vars(processing)
+                options["seen"] = seen_before(batch) if processing.repetition_penalty != 1.0 else None
+            stats = token_logps(predicting, Head.of(self.causal_lm, self.head_dtype), targets, **options)
             for name, values in vars(stats).items():
                 setattr(out, name, values)
         if "aux_loss" in want:
@@ -194,6 +204,26 @@ class Policy(nn.Module):
         return loss(router_logits, experts, config.num_experts_per_tok, real)
 
     @torch.no_grad()
+    def decode(
+        self, input_ids: Tensor, cache: Any, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits that follow the tokens in ``cache`` and ``input_ids``, which join it; in the mode that the modules are in.
+
+        Args:
+            input_ids: further tokens, padded on the left, ``[B, L]``.
+            cache: keys and values of the tokens before them, of the kind that transformers' models take.
+            attention_mask: 1 for tokens, 0 for padding, those in the cache included ``[B, K]``; None: no padding.
+            position_ids: of ``input_ids`` ``[B, L]``.
+
+        Returns:
+            Logits after the last of ``input_ids``, fp32 ``[B, V]``.
+        """
+        out = self.causal_lm.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True
+        )
+        return Head.of(self.causal_lm, self.head_dtype)(out.last_hidden_state[:, -1])
+
+    @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         """``generate`` of transformers, in eval mode and with the cache on, whatever state training is in.
 
@@ -208,6 +238,22 @@ class Policy(nn.Module):
         with evaluating(self):
             out = self.hf.generate(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **kwargs)
         return out[:, input_ids.shape[1] :]
+
+
+def seen_before(batch: MicroBatch) -> Seen:
+    """The tokens before each of ``batch.outputs``, those of the segments that its own continues included."""
+    outputs, starts, parent = batch.outputs, batch.starts.tolist(), batch.parent.tolist()
+    own = batch.segment[outputs]
+    segments, row = torch.unique(own, return_inverse=True)
+    contexts, before = [], []
+    for segment in segments.tolist():
+        chain = [segment]
+        while parent[chain[-1]] >= 0:
+            chain.append(parent[chain[-1]])
+        contexts.append(torch.cat([batch.tokens[starts[s] : starts[s + 1]] for s in reversed(chain)]))
+        before.append(len(contexts[-1]) - (starts[segment + 1] - starts[segment]))
+    length = torch.tensor(before, device=row.device)[row] + outputs - batch.starts[own]
+    return Seen(nn.utils.rnn.pad_sequence(contexts, batch_first=True), row, length)
 
 
 def _check_supported(hf: nn.Module, model: PreTrainedModel) -> None:
@@ -266,7 +312,7 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard(policy: Policy, mesh: DeviceMesh, *, extra_entry_points: Sequence[str] = ("generate",), **fsdp: Any) -> None:
+def shard(policy: Policy, mesh: DeviceMesh, *, extra_entry_points: Sequence[str] = ("generate", "decode"), **fsdp: Any) -> None:
     """FSDP2: shards each layer, then the rest together at `Policy`.
 
     Args:
