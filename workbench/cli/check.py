@@ -123,7 +123,7 @@ def _cheap_definition(shipped: dict, path: str) -> dict | None:
 
 
 def _is_written(path: str) -> bool:
-    """Whether a module of ours defines the name; found in its text, since an import would bring torch."""
+    """Whether a module of ours defines the name, or exports it lazily; found in its text, since an import would bring torch."""
     module, _, name = path.rpartition(".")
     try:
         found = importlib.util.find_spec(module)
@@ -132,7 +132,7 @@ def _is_written(path: str) -> bool:
     if found is None or found.origin is None:
         return False
     text = pathlib.Path(found.origin).read_text()
-    return re.search(rf"^(class|def) {re.escape(name)}\b", text, flags=re.M) is not None
+    return re.search(rf"^(?:(?:class|def) {re.escape(name)}\b|    \"{re.escape(name)}\": )", text, flags=re.M) is not None
 
 
 def _imported_definition(path: str) -> dict | None:
