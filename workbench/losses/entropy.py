@@ -56,8 +56,8 @@ class EntropyController:
     Args:
         coef: weight of the bonus, at first.
         adaptive: whether it follows the target.
-        target: nats per token. At or below it the weight rises and the bonus acts; above it the weight falls and the bonus does not
-            act.
+        target: nats per token. At or below it the weight rises and the bonus acts; above it it falls and the bonus does
+            not act.
         delta: change of the weight per optimizer step.
         min: its smallest value.
         max: its largest.

@@ -5,8 +5,8 @@ They see one of two things, both per token:
 - ``log_ratio``: `log_ratios`, the policy against the one that wrote the completions, of the token or of its whole sequence;
 - ``logps``: the policy's log-probabilities, for losses whose ratio is a weight without gradient.
 
-Tokens are flat. ``segment [T]`` says which of C completions each belongs to, ``weights [T]`` how much it counts; a token of weight
-0 counts for nothing and has no gradient, whatever stands there (NaN too). ``advantages [C]`` are those of the completions.
+Tokens are flat. ``segment [T]`` says which of C completions each belongs to, ``weights [T]`` how much it counts; one of weight 0
+counts for nothing and has no gradient, whatever stands there (NaN too). ``advantages [C]`` are those of the completions.
 """
 
 import math
@@ -106,8 +106,8 @@ def clipped_loss(log_ratio: Tensor, advantages: Tensor, options: PolicyOptions) 
 
 
 def cispo_loss(logps: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> Tensor:
-    """``-sg(min(r, epsilon_high)) A log p`` (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5), without a lower bound, as the paper runs
-    it: every token keeps a gradient, none weighs more than ``epsilon_high``."""
+    """``-sg(min(r, epsilon_high)) A log p`` (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5), without a lower bound, as the paper
+    runs it: every token keeps a gradient, none weighs more than ``epsilon_high``."""
     return -log_ratio.detach().clamp(max=math.log(epsilon_high)).exp() * advantages * logps
 
 
@@ -174,8 +174,8 @@ def reduction(loss: Loss) -> Reduction:
     """How ``loss`` is reduced.
 
     ``grpo`` and ``sapo`` average over a completion's tokens, then over completions (arXiv:2402.03300, eq. 3; arXiv:2511.20347,
-    eq. 5). ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476, eq. 8), ``bnpo`` over those of
-    the micro-batch. ``dr_grpo`` divides the sum by a constant (arXiv:2503.20783): completions times the longest one allowed.
+    eq. 5). ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476, eq. 8), ``bnpo`` over those
+    of the micro-batch. ``dr_grpo`` divides the sum by a constant (arXiv:2503.20783): completions times the longest one allowed.
     ``luspo`` adds a completion's tokens and averages over completions (arXiv:2602.05261).
     """
     check_choice("method.loss", loss, LOSSES)

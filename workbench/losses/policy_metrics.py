@@ -37,8 +37,8 @@ def clip_metrics(
 ) -> ClipMetrics:
     """How often a loss clips, where clipping matters: at the lower bound where A < 0, at the upper one where A > 0.
 
-    ``clip_ratio/{low,high,region}_mean`` are shares of tokens (of sequences with ``level="sequence"``), ``clip_ratio/low_min`` and
-    ``clip_ratio/high_max`` the smallest and largest share of any completion. ``cispo_clip_ratio`` is the share above
+    ``clip_ratio/{low,high,region}_mean`` are shares of tokens (of sequences with ``level="sequence"``), ``clip_ratio/low_min``
+    and ``clip_ratio/high_max`` the smallest and largest share of any completion. ``cispo_clip_ratio`` is the share above
     ``epsilon_high`` with A > 0, ``vespo/phi_seq_mean`` the mean of `vespo_weights`. SAPO clips nothing.
     """
     size = len(advantages)

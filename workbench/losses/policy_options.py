@@ -101,13 +101,15 @@ def check_policy_options(
         raise UserError(
             f"method.top_entropy_quantile={top_entropy_quantile} must lie above 0 and be at most 1; 1 takes all tokens."
         )
-    adaptive = dict(low=entropy_coef_min, high=entropy_coef_max, delta=entropy_coef_delta, target=entropy_target)
-    _check_entropy(entropy_coef, use_adaptive_entropy, **adaptive)
+    if use_adaptive_entropy:
+        _check_adaptive(
+            entropy_coef, low=entropy_coef_min, high=entropy_coef_max, delta=entropy_coef_delta, target=entropy_target
+        )
     warnings = []
     if importance_sampling_level == "sequence" and not off_policy:
         warnings.append(
-            "method.importance_sampling_level=sequence has no effect: each window of completions serves one optimizer step, so that "
-            "all ratios are 1. Set method.steps_per_generation or method.num_iterations above 1."
+            "method.importance_sampling_level=sequence has no effect: each window of completions serves one optimizer step, so "
+            "that all ratios are 1. Set method.steps_per_generation or method.num_iterations above 1."
         )
     return warnings
 
@@ -156,7 +158,7 @@ def _check_level(loss: str, level: str) -> None:
         raise UserError("method.loss=luspo is defined on ratios of sequences; set method.importance_sampling_level=sequence.")
     if loss == "vespo" and level != "token":
         raise UserError(
-            "method.importance_sampling_level=sequence has no effect with method.loss=vespo, which weighs whole sequences anyway; "
+            "method.importance_sampling_level=sequence has no effect with method.loss=vespo, which weighs whole sequences; "
             "leave it out."
         )
 
@@ -178,14 +180,12 @@ def _check_correction(loss: str, mode: str | None, clip_min: float | None, clip_
         raise UserError(f"method.importance_sampling_clip_max={clip_max} must be above 0, as ratios are; null is no bound.")
     if loss == "vespo" and mode.startswith("sequence"):
         raise UserError(
-            f"method.importance_sampling_mode={mode} cannot go with method.loss=vespo, whose weight of a sequence holds the ratios of "
-            "its tokens; set token_truncate or token_mask, or null for none."
+            f"method.importance_sampling_mode={mode} cannot go with method.loss=vespo, whose weight of a sequence holds its "
+            "tokens' ratios; set token_truncate or token_mask, or null for none."
         )
 
 
-def _check_entropy(coef: float, adaptive: bool, *, low: float, high: float, delta: float, target: float) -> None:
-    if not adaptive:
-        return
+def _check_adaptive(coef: float, *, low: float, high: float, delta: float, target: float) -> None:
     if not low < high:
         raise UserError(f"method.entropy_coef_min={low} must be below method.entropy_coef_max={high}.")
     if not low <= coef <= high:

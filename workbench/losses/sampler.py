@@ -44,9 +44,9 @@ def importance_correction(
 ) -> Correction:
     """``p_old / p_sampler`` of each token, or of the token's sequence (the product over its tokens), within bounds.
 
-    ``*_truncate`` moves a ratio to the nearest bound (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training"), ``*_mask`` sets one outside of them to 0 (IcePop, arXiv:2510.18855). One per sequence leaves the policy gradient
-    unbiased, one per token varies less (Liu et al. 2025, "When speed kills stability").
+    ``*_truncate`` moves a ratio to the nearest bound (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"), ``*_mask`` sets one outside of them to 0 (IcePop, arXiv:2510.18855). One per sequence leaves the
+    policy gradient unbiased, one per token varies less (Liu et al. 2025, "When speed kills stability").
 
     Args:
         old_logps: under the trainer's policy of that time ``[T]``.
@@ -85,8 +85,8 @@ def _bounded(ratios: Tensor, mode: Mode, clip_min: float | None, clip_max: float
 def off_policy_mask(
     behaviour_logps: Tensor, logps: Tensor, advantages: Tensor, weights: Tensor, segment: Tensor, threshold: float
 ) -> Tensor:
-    """Whether each token's sequence stays in the loss ``[T]``: not if its advantage is negative and the policy has drifted from the
-    one that wrote it (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, eq. 9).
+    """Whether each token's sequence stays in the loss ``[T]``: not if its advantage is negative and the policy has drifted from
+    the one that wrote it (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, eq. 9).
 
     The drift is the mean over the tokens of ``log p_behaviour - log p``. The mask multiplies the policy's loss; the sequence's KL
     term stays, and so do the normalisers.
