@@ -177,7 +177,9 @@ _Change = Callable[[], AbstractContextManager[Any]]
 def _facts(case: Case, plan: Replay) -> dict[str, int]:
     """What of a case no option says: steps without a loss, and micro-batches of a step beyond the first."""
     no_number = sum("loss" in step and not is_number(step["loss"]) for step in case.steps)
-    return {"no_number": no_number, "accumulated": plan.data["batch_size"] // plan.data["micro_batch_size"] - 1}
+    accumulated = plan.data["batch_size"] // plan.data["micro_batch_size"] - 1
+    further = plan.method.get("steps_per_generation", 1) - 1
+    return {"no_number": no_number, "accumulated": accumulated, "further_steps": further}
 
 
 def _known(found: Comparison, entries: Sequence[Any], likened: Comparison) -> dict[str, str]:

@@ -11,8 +11,11 @@ from workbench.errors import UserError, file_errors, nearest
 # What a step of a record says besides numbers to compare: its own position, or counts that depend on how rows are laid out.
 BESIDE = frozenset({"step", "epoch", "learning_rate", "num_tokens", "num_input_tokens_seen"})
 _READ = ("case", "kind", "data", "args", "common", "steps")
-_UNREAD = ("peer", "note", "rollouts", "orders")
-_EXTRAS = ("lora", "margin", "columns", "attn_implementation", "ref_model_scale", "bema", "udm")
+_UNREAD = ("peer", "note")
+_EXTRAS = ("lora", "margin", "columns", "attn_implementation", "ref_model_scale", "bema", "udm", "rollouts", "orders")
+
+_MISSING: dict[str, Any] = {"args": {}, "common": {}, "data": ""}
+ONLINE = ("grpo", "rloo")  # kinds whose records answer the fixture's prompts
 
 Row = dict[str, Any]
 
@@ -67,14 +70,14 @@ def load_case(path: Path) -> Case:
         ("args", dict, "an object"),
         ("common", dict, "an object"),
     ):
-        if not isinstance(case.get(key, {} if key in ("args", "common") else "" if key == "data" else None), types):
+        if not isinstance(case.get(key) if case.get(key) is not None else _MISSING.get(key), types):
             raise UserError(f"{path}: {key}={_short(case.get(key))} must be {form}.")
     _check_extras(path, case)
     return Case(
         name=str(case.get("case", path.stem)),
         kind=case["kind"],
-        data=case.get("data", ""),
-        options={**case.get("common", {}), **case.get("args", {})},
+        data=case.get("data") or ("prompt" if case["kind"] in ONLINE else ""),
+        options={**(case.get("common") or {}), **(case.get("args") or {})},
         steps=_steps(path, case["steps"]),
         extras={key: case[key] for key in _EXTRAS if case.get(key) not in (None, False)},
         path=path,

@@ -7,7 +7,7 @@ differences of rounding, which are measured: runs of ours that differ in roundin
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from workbench.invariants.parity_cases import Case
 
 Facts = Mapping[str, int]
 """What no option says: ``cut_away`` rows left out and ``truncated`` rows kept in preparing, steps where the record has
-``no_number`` for a loss, micro-batches ``accumulated`` in a step beyond the first."""
+``no_number`` for a loss, micro-batches ``accumulated`` in a step beyond the first, ``further_steps`` of a window beyond its first."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,36 @@ def added_up() -> Iterator[None]:
 
 
 @contextmanager
+def tokens_of_the_window() -> Iterator[None]:
+    """Each step of a window is divided by the mean number of tokens of its steps."""
+    from workbench.methods.window import Window
+
+    plan = Window.plan
+
+    def with_means(self: Any, *arguments: Any) -> None:
+        plan(self, *arguments)
+        tokens = sum(step.norm.tokens for step in self.plans) / len(self.plans)
+        self.plans = [replace(step, norm=replace(step.norm, tokens=tokens)) for step in self.plans]
+
+    with mock.patch.object(Window, "plan", with_means):
+        yield
+
+
+@contextmanager
+def policy_loss_per_micro_batch() -> Iterator[None]:
+    """The logged loss of the policy is the mean of its micro-batches' shares of the step's."""
+    from workbench.methods.grpo import GRPO
+
+    record = GRPO._record_policy_loss
+
+    def divided(self: Any, terms: Any, batch: Any) -> None:
+        record(self, [replace(term, coefficient=term.coefficient / batch.norm.num_micro) for term in terms], batch)
+
+    with mock.patch.object(GRPO, "_record_policy_loss", divided):
+        yield
+
+
+@contextmanager
 def coarse_sums(backwards: bool = False) -> Iterator[None]:
     """Log-probabilities of completions summed in fp32 rather than fp64, from either end."""
     import torch
@@ -189,6 +219,20 @@ EXPECTED: tuple[Expected, ...] = (
         ("bco",),
         "TRL 1.13 ends an answer that max_length cuts with an end token",
         fact="truncated",
+    ),
+    Expected(
+        ("grpo",),
+        "TRL divides each step of a window by the mean number of tokens of its steps; here by the step's own",
+        options={"loss_type": ("dapo", "cispo", "vespo")},
+        fact="further_steps",
+        as_theirs=tokens_of_the_window,
+    ),
+    Expected(
+        ("grpo",),
+        "TRL logs the mean of the micro-batches' shares of the step's policy loss; here their sum, which the loss is made of",
+        fields="policy_loss",
+        fact="accumulated",
+        as_theirs=policy_loss_per_micro_batch,
     ),
     Expected(
         ("bco",),

@@ -93,6 +93,14 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "ld_alpha": float,
     "center_rewards_coefficient": float,
     "max_completion_length": int,
+    "epsilon_high": float,
+    "delta": float,
+    "min_p": float,
+    "steps_per_generation": int,
+    "generation_batch_size": int,
+    "reward_weights": list,
+    "reward_clip_range": list,
+    "off_policy_mask_threshold": float,
 }
 
 

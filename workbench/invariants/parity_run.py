@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import check_choice
+from workbench.invariants import parity_online
 from workbench.invariants.parity_cases import Case, Row, load_rows
 from workbench.invariants.parity_rows import Fixture
 from workbench.invariants.parity_trainers import Replay, replay, warmup_steps
@@ -87,6 +88,8 @@ def _spec(plan: Replay, fixture: Path) -> Any:
 
 
 def _method(case: Case, plan: Replay, fixture: Path) -> Any:
+    from workbench.models.tokenizer import load_tokenizer
+
     module, name = plan.target.split(":")
     arguments = {"optim": _optim(plan), "scheduler": _scheduler(plan), **plan.method}
     if "lora" in case.extras:
@@ -98,7 +101,12 @@ def _method(case: Case, plan: Replay, fixture: Path) -> Any:
         arguments["embedding_model"] = _embedding(model)
     if plan.head is not None:
         arguments["tokenizer"], model = _with_head(model, *plan.head)
-    return getattr(importlib.import_module(module), name)(model, **arguments)
+    if plan.online:
+        arguments |= parity_online.arguments(case, load_tokenizer(model))
+    method = getattr(importlib.import_module(module), name)(model, **arguments)
+    if "orders" in case.extras:
+        parity_online.follow_orders(method, case.extras["orders"])
+    return method
 
 
 def _peft(asked: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from workbench.errors import UserError, check_at_least, check_choice, nearest
-from workbench.invariants import parity_rows
+from workbench.invariants import parity_online, parity_rows
 from workbench.invariants.parity_cases import Case
 from workbench.invariants.parity_options import Options
 
@@ -18,7 +18,7 @@ _OPTIMIZERS = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
 }
-_ONLINE = ("grpo", "rloo", "distillation")  # known, and nothing like a trainer below
+_ONLINE = ("distillation",)  # known, and nothing like a trainer below
 _SCHEDULES = (  # those whose rates change with every step
     "linear",
     "cosine",
@@ -49,6 +49,7 @@ class Replay:
         head: kind and outputs of the classification head, for a method that scores.
         matched_prompts: whether the weights of undesirable rows match the desirable ones' prompts.
         per_label: whether metrics of a label are means over all its rows of a step.
+        online: whether the record's completions are replayed.
     """
 
     target: str
@@ -62,6 +63,7 @@ class Replay:
     head: tuple[str, int] | None = None
     matched_prompts: bool = False
     per_label: bool = False
+    online: bool = False
 
 
 class Trainer(NamedTuple):
@@ -399,6 +401,8 @@ TRAINERS: dict[str, Trainer] = {
     "cpo": Trainer("workbench.methods.cpo:CPO", _cpo, {**_PAIRS, **_DECODER, **_CPO}),
     "orpo": Trainer("workbench.methods.orpo:ORPO", _orpo, {**_PAIRS, **_DECODER}),
     "tpo": Trainer("workbench.methods.tpo:TPO", _tpo, {**_PAIRS, **_CUT, **_MULTIPLE, **_TPO}),
+    "grpo": Trainer("workbench.methods.grpo:GRPO", parity_online.read_grpo, parity_online.GRPO),
+    "rloo": Trainer("workbench.methods.rloo:RLOO", parity_online.read_rloo, parity_online.RLOO),
     # of TRL 1.13, the last one to have them
     "bco": Trainer("workbench.methods.bco:BCO", _bco, {**_PAIRS, **_DECODER, **_BCO}),
     "prm": Trainer("workbench.methods.prm:PRM", _prm, _PRM),

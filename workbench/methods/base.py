@@ -150,8 +150,15 @@ class Method(L.LightningModule):
         if self.disable_dropout:
             disable_dropout(hf)
         set_gradient_checkpointing(base, self.gradient_checkpointing)
-        options = {"pad_to_multiple_of": self.pad_to_multiple_of, "chunked_head": self.chunked_head}
-        return Policy(hf, layout=self.layout, **options).train()
+        return Policy(hf, **self.policy_arguments()).train()
+
+    def policy_arguments(self) -> dict[str, Any]:
+        """Arguments of `Policy` besides the model."""
+        return {
+            "layout": self.layout,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "chunked_head": self.chunked_head,
+        }
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:
         """The optimizer over trained parameters, and the schedule per optimizer step."""

@@ -138,6 +138,10 @@ class Online(Referenced):
         """``data.batch_size`` counts completions."""
         return Geometry(batch_size, self.num_generations, self.steps_per_generation, self.num_iterations)
 
+    def policy_arguments(self) -> dict[str, Any]:
+        """As `Method`'s, and the precision of the head."""
+        return {**super().policy_arguments(), "head_dtype": torch.float32 if self.cast_lm_head_to_fp32 else None}
+
     def _check_reference_is_read(self) -> None:
         for name in ("ref_model", "ref_adapter", "sync_ref_model"):
             if getattr(self, name) and not self.needs_reference:
@@ -203,6 +207,10 @@ class Online(Referenced):
         """The completions that a ticket stands for, on the device."""
         rank = data_parallel(self.trainer.strategy).rank
         return self.window.micro_batch(ticket.offset, rank, ticket.k).to(self.device)
+
+    def in_first_sweep(self, ticket: Ticket) -> bool:
+        """Whether a ticket's completions are trained for the first time."""
+        return ticket.offset < len(self.window.plans)
 
     def processing(self, batch: MicroBatch) -> LogitsProcessing:
         """What the sampler did to the logits, for the policy to do too."""

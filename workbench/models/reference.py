@@ -48,11 +48,11 @@ class Reference:
         self.fingerprint = ""
         self._exact: Weights = {}  # fp32 values of weights that move by shares and are held in less
 
-    def logps(self, batch: MicroBatch) -> Tensor:
-        """Log-probabilities ``[T]`` of ``batch.outputs``, nats, no gradient."""
-        return self.outputs(batch).logps
+    def logps(self, batch: MicroBatch, **options: Any) -> Tensor:
+        """Log-probabilities ``[T]`` of ``batch.outputs``, nats, no gradient; ``options`` as of `Policy`."""
+        return self.outputs(batch, **options).logps
 
-    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",), **options: Any) -> PolicyOutput:
         """What `Policy` gives, without gradient."""
         raise NotImplementedError
 
@@ -112,14 +112,14 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy, model: nn.Module) -> None:
         super().__init__(policy)
-        same = {"pad_to_multiple_of": policy.pad_to_multiple_of, "chunked_head": policy.chunked_head}
-        self.policy = Policy(model, layout=policy.layout, **same)
+        names = ("layout", "pad_to_multiple_of", "chunked_head", "head_dtype")
+        self.policy = Policy(model, **{name: getattr(policy, name) for name in names})
         self.policy.requires_grad_(False).eval()
         self.fingerprint = fingerprint(model)
 
     @torch.no_grad()
-    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
-        return self.policy(batch, want)
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",), **options: Any) -> PolicyOutput:
+        return self.policy(batch, want, **options)
 
     def place(self, device: torch.device, precision: Any) -> None:
         self.policy = precision.convert_module(self.policy).to(device)
@@ -159,9 +159,9 @@ class AdapterView(Reference):
         self.fingerprint = fingerprint(policy.hf, lambda p: id(p) not in trained)
 
     @torch.no_grad()
-    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",)) -> PolicyOutput:
+    def outputs(self, batch: MicroBatch, want: Collection[str] = ("logps",), **options: Any) -> PolicyOutput:
         with evaluating(self.beside), use_adapter(self.beside.hf, self.name):
-            return self.beside(batch, want)
+            return self.beside(batch, want, **options)
 
     def weights(self) -> Weights:
         if self.name is None:
