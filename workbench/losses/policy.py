@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.errors import check_choice
 from workbench.losses.policy_metrics import ClipMetrics, clip_metrics, gmpo_clip_metrics
 from workbench.losses.policy_options import LOSSES, Loss, PolicyOptions, check_gmpo_options, check_policy_options
-from workbench.losses.policy_ratios import kept, kl_estimate, log_ratios, vespo_weights
+from workbench.losses.policy_ratios import kept, kl_estimate, log_ratios, pick, vespo_weights
 from workbench.losses.reduce import Scope
 from workbench.losses.sequences import sequence_lengths, sequence_means
 
@@ -100,9 +100,9 @@ def clipped_loss(log_ratio: Tensor, advantages: Tensor, options: PolicyOptions) 
     # would be 0 * inf, out of the exponential.
     floor = math.log(1 - options.epsilon) if options.epsilon < 1 else -math.inf
     ceiling = math.inf if options.delta is None else math.log(options.delta)
-    low = torch.where(advantages < 0, floor, -math.inf)
-    high = torch.where(advantages < 0, ceiling, math.log1p(options.high))
-    return -torch.clamp(log_ratio, low.to(log_ratio), high.to(log_ratio)).exp() * advantages
+    low = pick(advantages < 0, floor, -math.inf, log_ratio)
+    high = pick(advantages < 0, ceiling, math.log1p(options.high), log_ratio)
+    return -torch.clamp(log_ratio, low, high).exp() * advantages
 
 
 def cispo_loss(logps: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> Tensor:
@@ -116,7 +116,7 @@ def sapo_loss(log_ratio: Tensor, advantages: Tensor, temperature_pos: float, tem
 
     ``tau`` is ``temperature_pos`` where A > 0, else ``temperature_neg``.
     """
-    tau = torch.where(advantages > 0, temperature_pos, temperature_neg).to(log_ratio)
+    tau = pick(advantages > 0, temperature_pos, temperature_neg, log_ratio)
     return -4 / tau * torch.sigmoid(tau * torch.expm1(log_ratio.clamp(max=_SATURATED))) * advantages
 
 
@@ -140,8 +140,8 @@ def gmpo_loss(
         ``[C]``, to be averaged over completions; one without trained tokens has ``-A`` and no gradient: give it weight 0.
     """
     log_ratio, of_token = kept(log_ratio, weights), kept(advantages[segment], weights)
-    low = torch.where(of_token < 0, -epsilon, -math.inf).to(log_ratio)
-    high = torch.where(of_token < 0, math.inf, epsilon).to(log_ratio)
+    low = pick(of_token < 0, -epsilon, -math.inf, log_ratio)
+    high = pick(of_token < 0, math.inf, epsilon, log_ratio)
     means = sequence_means(torch.clamp(log_ratio, low, high), weights, segment, num_rows or len(advantages))
     return -means.exp() * advantages
 

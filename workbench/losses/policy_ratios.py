@@ -20,6 +20,11 @@ def kept(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights == 0, 0.0, values)
 
 
+def pick(where: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """``yes`` or ``no``, in the precision of ``like``; two plain numbers would come in fp32."""
+    return torch.where(where, like.new_full((), yes), like.new_full((), no))
+
+
 def log_ratios(
     logps: Tensor, old_logps: Tensor, weights: Tensor, segment: Tensor, num_rows: int, level: Level = "token"
 ) -> Tensor:
@@ -67,9 +72,9 @@ def vespo_weights(
     """
     total = log_ratio.detach() if correction is None else log_ratio.detach() + correction.log()
     log_w = sequence_sums(total, weights, segment, len(advantages)).clamp(min=-1e30)  # of w = 0: k = 0 must not meet infinity
-    positive = (advantages > 0).to(log_w.device)
-    k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg).to(log_w)
-    decay = torch.where(positive, options.vespo_lambda_pos, options.vespo_lambda_neg).to(log_w)
+    positive = advantages > 0
+    k = pick(positive, options.vespo_k_pos, options.vespo_k_neg, log_w)
+    decay = pick(positive, options.vespo_lambda_pos, options.vespo_lambda_neg, log_w)
     return (k * log_w - decay * torch.expm1(log_w)).exp().to(log_ratio)
 
 
