@@ -34,7 +34,7 @@ def entropy_threshold(entropy: Tensor, weights: Tensor, quantile: float) -> Tens
 @torch.no_grad()
 def top_entropy_mask(entropy: Tensor, weights: Tensor, quantile: float, threshold: Tensor | float | None = None) -> Tensor:
     """Whether a token is among those with the highest entropy, where the policy gradient does its work (Wang et al. 2025, "Beyond
-    the 80/20 rule", arXiv:2506.01939, eq. 5) ``[T]``.
+    the 80/20 rule", arXiv:2506.01939) ``[T]``.
 
     Args:
         entropy: of the policy at the tokens ``[T]``, nats.
@@ -49,7 +49,7 @@ def top_entropy_mask(entropy: Tensor, weights: Tensor, quantile: float, threshol
 
 @dataclass
 class EntropyController:
-    """Weight of the entropy bonus, a constant or one that follows a target (Skywork-OR1, arXiv:2505.22312, section 3.2.5).
+    """Weight of the entropy bonus, a constant or one that follows a target (Skywork-OR1, arXiv:2505.22312).
 
     The bonus is the plain mean of the entropy over tokens, whatever the loss.
 

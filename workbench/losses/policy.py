@@ -88,7 +88,7 @@ def policy_loss(
 def clipped_loss(log_ratio: Tensor, advantages: Tensor, options: PolicyOptions) -> Tensor:
     """``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)``, PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    With ``delta``: ``-min(min(r, delta) A, clip(...) A)`` (INTELLECT-2, arXiv:2505.07291, section 3.4), which bounds the loss
+    With ``delta``: ``-min(min(r, delta) A, clip(...) A)`` (INTELLECT-2, arXiv:2505.07291), which bounds the loss
     where A < 0; ``delta`` is above ``1 + epsilon_high``.
 
     Args:
@@ -106,13 +106,13 @@ def clipped_loss(log_ratio: Tensor, advantages: Tensor, options: PolicyOptions) 
 
 
 def cispo_loss(logps: Tensor, log_ratio: Tensor, advantages: Tensor, epsilon_high: float) -> Tensor:
-    """``-sg(min(r, epsilon_high)) A log p`` (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5), without a lower bound, as the paper
+    """``-sg(min(r, epsilon_high)) A log p`` (MiniMax-M1, arXiv:2506.13585), without a lower bound, as the paper
     runs it: every token keeps a gradient, none weighs more than ``epsilon_high``."""
     return -log_ratio.detach().clamp(max=math.log(epsilon_high)).exp() * advantages * logps
 
 
 def sapo_loss(log_ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))`` (SAPO, arXiv:2511.20347, eqs. 5 and 6); at r = 1 its slope is 1.
+    """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))`` (SAPO, arXiv:2511.20347); at r = 1 its slope is 1.
 
     ``tau`` is ``temperature_pos`` where A > 0, else ``temperature_neg``.
     """
@@ -124,7 +124,7 @@ def gmpo_loss(
     log_ratio: Tensor, advantages: Tensor, weights: Tensor, segment: Tensor, epsilon: float, num_rows: int | None = None
 ) -> Tensor:
     """``-A (prod_t r_t)^(1 / |y|)`` of each completion ``[C]``, its tokens' ratios clipped first (Geometric-Mean Policy
-    Optimization, arXiv:2507.20673, eq. 4).
+    Optimization, arXiv:2507.20673).
 
     ``log r_t`` is at most ``epsilon`` where A > 0 and at least ``-epsilon`` where A < 0.
 
@@ -173,8 +173,7 @@ class Reduction(NamedTuple):
 def reduction(loss: Loss) -> Reduction:
     """How ``loss`` is reduced.
 
-    ``grpo`` and ``sapo`` average over a completion's tokens, then over completions (arXiv:2402.03300, eq. 3; arXiv:2511.20347,
-    eq. 5). ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476, eq. 8), ``bnpo`` over those
+    ``grpo`` and ``sapo`` average over a completion's tokens, then over completions (arXiv:2402.03300, arXiv:2511.20347). ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476), ``bnpo`` over those
     of the micro-batch. ``dr_grpo`` divides the sum by a constant (arXiv:2503.20783): completions times the longest one allowed.
     ``luspo`` adds a completion's tokens and averages over completions (arXiv:2602.05261).
     """

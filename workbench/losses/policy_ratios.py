@@ -30,7 +30,7 @@ def log_ratios(
 ) -> Tensor:
     """``log p - log p_old`` of each token, or its mean over the token's sequence.
 
-    The mean is the logarithm of GSPO's ratio ``s_i = (p(y) / p_old(y))^(1 / |y|)`` (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
+    The mean is the logarithm of GSPO's ratio ``s_i = (p(y) / p_old(y))^(1 / |y|)`` (Zheng et al. 2025, arXiv:2507.18071);
     the gradient reaches all tokens of the sequence through it.
 
     Args:
@@ -96,8 +96,7 @@ def kl_estimate(
         kind: which estimator.
         weights: of the tokens ``[T]``; those of weight 0 get 0.
         log_ratio: per token ``[T]``, the policy against the one that drew the tokens. The estimate is multiplied by its
-            exponential, which makes it and its gradient unbiased off policy (DeepSeek-V3.2, arXiv:2512.02556, section 3.1,
-            eq. 7); the gradient goes through the ratio.
+            exponential, which makes it and its gradient unbiased off policy (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); the gradient goes through the ratio.
 
     Returns:
         ``[T]``, nats.

@@ -86,7 +86,7 @@ def off_policy_mask(
     behaviour_logps: Tensor, logps: Tensor, advantages: Tensor, weights: Tensor, segment: Tensor, threshold: float
 ) -> Tensor:
     """Whether each token's sequence stays in the loss ``[T]``: not if its advantage is negative and the policy has drifted from
-    the one that wrote it (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, eq. 9).
+    the one that wrote it (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
 
     The drift is the mean over the tokens of ``log p_behaviour - log p``. The mask multiplies the policy's loss; the sequence's KL
     term stays, and so do the normalisers.
