@@ -21,7 +21,7 @@ _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
 _FEW = 2**24  # logits that are formed at once: 64 MiB in fp32
 Chunked = bool | Literal["auto"]
 Support = tuple[Tensor, Tensor]
-"""Tokens that could be drawn for each of T outputs: token ids end to end ``[K]``, and how many each output has ``[T]``. One with 0
+"""Tokens that could be drawn for each of T outputs: token ids end to end ``[K]``, and how many each has ``[T]``. One with 0
 has no restriction; a target always counts as one of its tokens."""
 
 
