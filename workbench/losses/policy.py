@@ -173,8 +173,9 @@ class Reduction(NamedTuple):
 def reduction(loss: Loss) -> Reduction:
     """How ``loss`` is reduced.
 
-    ``grpo`` and ``sapo`` average over a completion's tokens, then over completions (arXiv:2402.03300, arXiv:2511.20347). ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476), ``bnpo`` over those
-    of the micro-batch. ``dr_grpo`` divides the sum by a constant (arXiv:2503.20783): completions times the longest one allowed.
+    ``grpo`` and ``sapo`` average over a completion's tokens, then over completions (arXiv:2402.03300, arXiv:2511.20347).
+    ``dapo``, ``cispo`` and ``vespo`` average over the tokens of the step (arXiv:2503.14476), ``bnpo`` over those of the
+    micro-batch. ``dr_grpo`` divides the sum by a constant (arXiv:2503.20783): completions times the longest one allowed.
     ``luspo`` adds a completion's tokens and averages over completions (arXiv:2602.05261).
     """
     check_choice("method.loss", loss, LOSSES)

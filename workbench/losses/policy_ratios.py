@@ -96,7 +96,8 @@ def kl_estimate(
         kind: which estimator.
         weights: of the tokens ``[T]``; those of weight 0 get 0.
         log_ratio: per token ``[T]``, the policy against the one that drew the tokens. The estimate is multiplied by its
-            exponential, which makes it and its gradient unbiased off policy (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); the gradient goes through the ratio.
+            exponential, which makes it and its gradient unbiased off policy (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); the
+            gradient goes through the ratio.
 
     Returns:
         ``[T]``, nats.
