@@ -5,9 +5,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.data.batch import MicroBatch, Role
+from workbench.errors import UserError
+from workbench.losses.reduce import Normalisers
 from workbench.models import logps
-from workbench.models.logps import STATS, Head, token_logps
+from workbench.models.logps import STATS, Head, Seen, token_logps
 from workbench.models.peft import PeftSpec, apply_peft
+from workbench.models.policy import seen_before
 from workbench.tiny.model import tiny_model
 
 T, H, V = 23, 16, 61
@@ -157,3 +161,107 @@ def test_few_logits_are_formed_at_once_and_many_in_pieces(monkeypatch):
     monkeypatch.setattr(logps, "_FEW", T * V - 1)
     token_logps(hidden, head, targets)
     assert taken
+
+
+def processed(logits, *, temperature=1.0, penalty=1.0, seen=None, keep=None):
+    """Distribution of one position, spelt out in fp64."""
+    z = logits.double().clone()
+    for v in set(seen or ()):
+        z[v] = z[v] / penalty if z[v] > 0 else z[v] * penalty
+    z = z / temperature
+    if keep is not None:
+        left_out = [v for v in range(len(z)) if v not in keep]
+        z[left_out] = float("-inf")
+    return z.log_softmax(-1)
+
+
+@pytest.mark.parametrize("limit", [5 * V, 10**9])
+def test_penalty_temperature_and_support(monkeypatch, limit):
+    monkeypatch.setattr(logps, "_PIECE", limit)
+    hidden, head, targets = rig()
+    generator = torch.Generator().manual_seed(3)
+    contexts = torch.randint(0, V, (2, 30), generator=generator)
+    seen = Seen(contexts, torch.arange(T) % 2, torch.arange(T))
+    sets = [sorted({int(targets[t]), *torch.randint(0, V, (6,), generator=generator).tolist()}) for t in range(T)]
+    sets[4] = []  # no restriction
+    support = (torch.tensor([v for s in sets for v in s], dtype=torch.int32), torch.tensor([len(s) for s in sets]))
+    stats = token_logps(
+        hidden,
+        head,
+        targets,
+        temperature=0.7,
+        repetition_penalty=1.4,
+        seen=seen,
+        support=support,
+        want=("logps", "entropy", "top1"),
+    )
+    logits = head(hidden.detach())
+    for t in range(T):
+        expected = processed(logits[t], temperature=0.7, penalty=1.4, seen=contexts[t % 2, :t].tolist(), keep=sets[t] or None)
+        finite = expected[expected > float("-inf")]
+        assert stats.logps[t].item() == pytest.approx(expected[targets[t]].item(), abs=1e-5)
+        assert stats.entropy[t].item() == pytest.approx(-(finite.exp() * finite).sum().item(), abs=1e-5)
+        assert stats.top1[t] == expected.argmax()
+    assert not stats.entropy.requires_grad
+    stats.logps.sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_a_target_outside_its_support_counts_as_one_of_it():
+    hidden, head, targets = rig()
+    other = (targets + 1) % V
+    stats = token_logps(hidden, head, targets, support=(other, torch.ones_like(other)))
+    both_of = head(hidden)[torch.arange(T)[:, None], torch.stack([targets, other], 1)].log_softmax(-1)[:, 0]
+    assert torch.allclose(stats.logps, both_of, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [5 * V, 10**9])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_entropy_with_gradient(monkeypatch, limit, restricted):
+    monkeypatch.setattr(logps, "_PIECE", limit)
+    hidden, head, targets = rig()
+    support = (torch.stack([targets, (targets + 3) % V, (targets + 9) % V], 1).flatten(), torch.full((T,), 3))
+    support = support if restricted else None
+    stats = token_logps(hidden, head, targets, want=("entropy",), entropy_grad=True, support=support)
+    logits = head(hidden.detach()).double()
+    if restricted:
+        mask = torch.ones(T, V, dtype=torch.bool).scatter_(1, support[0].view(T, 3), False)
+        logits = logits.masked_fill(mask, float("-inf"))
+    p, log_p = logits.softmax(-1), logits.log_softmax(-1).masked_fill(logits == float("-inf"), 0.0)
+    entropy = -(p * log_p).sum(-1)
+    assert torch.allclose(stats.entropy.double(), entropy, atol=1e-5)
+    weights = torch.linspace(-1, 2, T, dtype=torch.float64)
+    slope = -p * (log_p + entropy[:, None]) * weights[:, None]
+    (stats.entropy * weights).sum().backward()
+    assert torch.allclose(hidden.grad, slope @ head.module.weight.double(), atol=2e-6)
+    assert torch.allclose(head.module.weight.grad, slope.T @ hidden.detach(), atol=2e-6)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_head_in_fp32(small_pieces, chunked):
+    hidden, head, targets = rig(dtype=torch.bfloat16)
+    head.dtype = torch.float32
+    exact = nn.functional.linear(hidden.float(), head.module.weight.float()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    stats = token_logps(hidden, head, targets, chunked=chunked)
+    assert torch.allclose(stats.logps, exact, atol=1e-5)
+    head.dtype = None
+    assert not torch.allclose(token_logps(hidden, head, targets, chunked=chunked).logps, exact, atol=1e-4)
+
+
+def test_a_head_that_is_no_matrix_is_not_computed_in_fp32():
+    module = nn.Sequential(nn.Linear(H, V))
+    with pytest.raises(UserError, match=r"cannot compute in float32.*cast_lm_head_to_fp32=false"):
+        Head(module, dtype=torch.float32)(torch.randn(2, H))
+
+
+def test_the_tokens_before_an_output():
+    row = {
+        "input_ids": [1, 2, 3, 4, 5],
+        "weights": [0.0, 0.0, 1.0, 1.0, 1.0],
+        "lengths": [2, 2, 1],
+        "parents": [-1, 0, 0],
+        "roles": [Role.PROMPT, Role.CHOSEN, Role.REJECTED],
+    }
+    seen = seen_before(MicroBatch.from_rows([row, row], [0, 1], Normalisers(1.0, 1.0, 1.0, 1.0)))
+    found = [m.nonzero()[:, 0].tolist() for m in seen.mask(slice(0, 6), 9)]
+    assert found == [[1, 2], [1, 2, 3], [1, 2]] * 2
