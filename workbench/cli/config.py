@@ -150,6 +150,10 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     if found := re.search(r"In '([\w/]+)': Could not override '(\w+)'\. No match", text):
         chooser, group = found.groups()
         return f"{chooser} chooses an option of {group!r}, a group that this command does not have: write model.name=... instead."
+    if found := re.search(r"force-add of config groups is not supported: '\+\+([\w/]+)=", text):
+        group = found.group(1)
+        of = " It belongs to methods that generate, such as method=grpo." if group == "engine" else ""
+        return f"{group} is a group that neither this command nor its method has: leave it out.{of}"
     return re.sub(r"\s+", " ", text).strip() or type(error).__name__
 
 
