@@ -20,7 +20,9 @@ def seed_of(key: Key) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def sampling_arguments(request: Request, sampling: Sampling, context: int, vocabulary: int) -> dict[str, Any]:
+def sampling_arguments(
+    request: Request, sampling: Sampling, context: int, vocabulary: int, regex: str | None = None
+) -> dict[str, Any]:
     """Arguments that ``SamplingParams`` and ``/v1/completions`` both know.
 
     Args:
@@ -28,6 +30,7 @@ def sampling_arguments(request: Request, sampling: Sampling, context: int, vocab
         sampling: how.
         context: most tokens of prompt and completion.
         vocabulary: size of the model's vocabulary.
+        regex: what completions follow, which leaves tokens out as well.
 
     Raises:
         UserError: the prompt leaves no room for the completion.
@@ -52,16 +55,16 @@ def sampling_arguments(request: Request, sampling: Sampling, context: int, vocab
         "ignore_eos": True,  # the ends are those of `Sampling`
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
-        "logprobs": asked_logprobs(sampling, vocabulary),
+        "logprobs": asked_logprobs(sampling, vocabulary, regex),
     }
 
 
-def asked_logprobs(sampling: Sampling, vocabulary: int) -> int:
+def asked_logprobs(sampling: Sampling, vocabulary: int, regex: str | None = None) -> int:
     """How many log-probabilities of other tokens show which of them could have been drawn.
 
     Tokens outside of the support have minus infinity. With top-k all of it is among the k most likely.
     """
-    if not sampling.truncates or sampling.greedy:
+    if sampling.greedy or not (sampling.truncates or regex is not None):
         return 0
     return min(sampling.top_k or vocabulary, vocabulary)
 

@@ -206,7 +206,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        arguments = sampling_arguments(request, sampling, self.context, self._vocabulary)
+        arguments = sampling_arguments(request, sampling, self.context, self._vocabulary, self.regex)
         if self.regex is not None:
             arguments["structured_outputs"] = StructuredOutputsParams(regex=self.regex)
         return SamplingParams(**arguments, n=1, detokenize=bool(sampling.stop))
@@ -215,7 +215,7 @@ class VLLMEngine:
         token_ids, known = list(answer.token_ids), answer.logprobs or []
         logps = [at[token].logprob if at and token in at else None for token, at in zip(token_ids, known, strict=True)]
         support = None
-        if asked_logprobs(sampling, self._vocabulary):
+        if asked_logprobs(sampling, self._vocabulary, self.regex):
             every = ({other: value.logprob for other, value in at.items()} for at in known)
             support = [support_of(at, token) for token, at in zip(token_ids, every, strict=True)]
         return rollout(token_ids, logps, answer.finish_reason, self.version, support, sampling, self._tokenizer)

@@ -295,7 +295,7 @@ class VLLMServerEngine:
 
     def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         context = self._context or len(request.prompt_ids) + sampling.max_new_tokens
-        body = sampling_arguments(request, sampling, context, self._vocabulary)
+        body = sampling_arguments(request, sampling, context, self._vocabulary, self.regex)
         if self.regex is not None:
             body["structured_outputs"] = {"regex": self.regex}
         return {
@@ -340,7 +340,7 @@ class VLLMServerEngine:
         known = choice.get("logprobs") or {}
         logps = [_logp(value) for value in known.get("token_logprobs") or [None] * len(token_ids)]
         support = None
-        if asked_logprobs(sampling, self._vocabulary):
+        if asked_logprobs(sampling, self._vocabulary, self.regex):
             every = known.get("top_logprobs") or [{}] * len(token_ids)
             tables = [{int(t.removeprefix("token_id:")): _logp(v) for t, v in (at or {}).items()} for at in every]
             support = [support_of(at, token) for at, token in zip(tables, token_ids, strict=True)]

@@ -177,7 +177,11 @@ def check_in_step(engine: RolloutEngine, policy: Policy, version: int, end_ids: 
     """
     prompt = [int(i) for i in np.arange(6) * 7 % policy.config.get_text_config().vocab_size]
     sampling = Sampling(max_new_tokens=PROBE.max_new_tokens, temperature=PROBE.temperature, end_ids=end_ids)
-    rollout = engine.generate([Request(prompt, (_PROBE_KEY, version))], sampling)[0]
+    regex, engine.regex = getattr(engine, "regex", None), None  # with it the engine draws from another distribution
+    try:
+        rollout = engine.generate([Request(prompt, (_PROBE_KEY, version))], sampling)[0]
+    finally:
+        engine.regex = regex
     ours = policy_logps(policy, prompt, rollout.token_ids, temperature=sampling.temperature).cpu().numpy()
     known = ~np.isnan(rollout.logps)
     difference = float(np.abs(ours - rollout.logps)[known].mean()) if known.any() else 0.0
