@@ -1,8 +1,14 @@
 """What is sent to an engine: names, values, adapters, and what is refused."""
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from workbench.errors import UserError
 from workbench.models.peft import PeftSpec, apply_peft
@@ -129,3 +135,18 @@ def test_no_adapter_and_a_base_of_few_bits_are_refused():
 
 def test_the_rank_of_an_adapter_is_its_largest():
     assert weights.adapter_rank(lora_policy(rank_pattern={"q_proj": 8})) == 8
+
+
+@pytest.mark.distributed
+def test_sharded_weights_are_sent_whole(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("sharded_weights.py")
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], cwd=script.parent) for rank in (0, 1)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    policy = lora_policy()
+    weights.write_adapter(policy, tmp_path / "whole")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "adapter"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
