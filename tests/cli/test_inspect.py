@@ -352,3 +352,11 @@ def test_what_optimizers_keep_and_strategies_spread():
 def test_units():
     assert [si(v) for v in (7, 999, 1000, 618_624, 3.2e15)] == ["7", "999", "1 K", "619 K", "3.2 P"]
     assert [size(v) for v in (512, 2048, 5 * 2**30, 3 * 2**41)] == ["512 B", "2.0 KiB", "5.0 GiB", "6.0 TiB"]
+
+
+def test_an_online_method_is_planned_with_completions_at_their_bound(capsys):
+    """Steps by the published formula; what is written later counts as long as it may be."""
+    assert main(["inspect", "method=grpo", "data.train.kwargs.size=48", "data.batch_size=16", "rows=0", "trainer=cpu"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "completions of up to 256 tokens per step 16" in out
+    assert "steps per epoch 24" in out and "score read at" not in out

@@ -91,7 +91,7 @@ class Inspection:
         steps: the plan on the configured devices; None where there is nothing to plan.
         cost: the estimates; None likewise.
         findings: faults, then warnings.
-        read_at: where a method that trains no tokens reads its score, in words; empty for others.
+        read_at: where a method that scores reads its score, in words; empty for others.
     """
 
     title: str
@@ -209,7 +209,7 @@ def _read_at(node: Mapping[str, Any]) -> str:
     from workbench.run import locate
 
     method = locate(node["method"]["_target_"]) if node.get("method") else None
-    return "" if getattr(method, "trains_tokens", True) else "the last token of each answer"
+    return "" if getattr(method, "generates", True) else "the last token of each answer"
 
 
 def _check_prompts(node: Mapping[str, Any], data: Any) -> None:
@@ -237,7 +237,16 @@ def execution(cfg: DictConfig, node: Mapping[str, Any]) -> "Execution":
         limit_train_batches=trainer.get("limit_train_batches"),
         layout=method.get("layout") or "padded",
         pad_to_multiple_of=method.get("pad_to_multiple_of"),
+        windows={name: method[name] for name in _WINDOWS} if _is_online(method) else None,
+        longest=method.get("max_completion_length") or 0,
     )
+
+
+_WINDOWS = ("num_generations", "steps_per_generation", "num_iterations")
+
+
+def _is_online(method: Mapping[str, Any]) -> bool:
+    return all(name in method for name in _WINDOWS)
 
 
 def _plan(cfg: DictConfig, node: Mapping[str, Any], data: Any, model: Any, train: "SetInspection") -> "tuple[Steps, Cost]":

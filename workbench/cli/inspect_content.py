@@ -195,8 +195,9 @@ def _steps(steps: "Steps | None") -> list[Facts]:
     devices = f" on {steps.world_size} devices" if steps.world_size > 1 else ""
     low, mean, high = steps.trained_per_step
     empty = f", {steps.empty:,} of {steps.micro_batches + steps.empty:,} empty" if steps.empty else ""
+    what = "rows" if not steps.completions else f"completions of up to {steps.completions:,} tokens"
     lines = [
-        ("rows per step", f"{steps.batch_size:,}{devices}"),
+        (f"{what} per step", f"{steps.batch_size:,}{devices}"),
         ("micro-batches per step and device (K)", f"{steps.num_micro:,}{empty}"),
         ("steps per epoch", "unknown (stream)" if steps.steps_per_epoch is None else f"{steps.steps_per_epoch:,}"),
         ("steps in all", "no limit" if steps.total_steps is None else f"{steps.total_steps:,}"),

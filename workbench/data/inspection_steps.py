@@ -1,6 +1,7 @@
 """Steps, micro-batches and padding that a plan gives on the configured devices."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from workbench.data.inspection_rows import spread
 from workbench.data.loader import row_sizes
 from workbench.data.module import DataModule
 from workbench.data.plan import Planner
+from workbench.data.prompts import Geometry
 
 _STEPS = 200  # steps of the first epoch that are looked at
 
@@ -28,6 +30,8 @@ class Execution:
         limit_train_batches: optimizer steps per epoch, or a share of them.
         layout: of the model's input, which decides about padding.
         pad_to_multiple_of: lengths are rounded up to a multiple.
+        windows: of an online method: ``num_generations``, ``steps_per_generation``, ``num_iterations``.
+        longest: of an online method, most tokens of a completion.
     """
 
     world_size: int = 1
@@ -36,6 +40,12 @@ class Execution:
     limit_train_batches: int | float | None = None
     layout: str = "padded"
     pad_to_multiple_of: int | None = None
+    windows: Mapping[str, int] | None = None
+    longest: int = 0
+
+    def geometry(self, batch_size: int) -> Geometry | None:
+        """As the method's."""
+        return None if self.windows is None else Geometry(batch_size, **self.windows)
 
     def trainer(self) -> Any:
         """Stands in for a trainer where a plan is made: no device is touched."""
@@ -43,6 +53,7 @@ class Execution:
         limit = 1.0 if self.limit_train_batches is None else self.limit_train_batches
         return SimpleNamespace(
             strategy=strategy,
+            lightning_module=self,
             max_epochs=self.max_epochs,
             max_steps=self.max_steps,
             limit_train_batches=limit,
@@ -71,6 +82,7 @@ class Steps:
         largest: most tokens of a micro-batch with padding.
         micro_batches: number of micro-batches looked at that hold a row.
         empty: those that hold none.
+        completions: most tokens of a completion, of an online method, whose completions are all counted as that long.
     """
 
     world_size: int
@@ -88,6 +100,7 @@ class Steps:
     largest: int
     micro_batches: int
     empty: int
+    completions: int = 0
 
     @property
     def padding(self) -> float:
@@ -109,6 +122,8 @@ def plan_steps(data: DataModule, rows: Dataset, execution: Execution) -> Steps:
     data = copy.copy(data)
     data.trainer, data._train = execution.trainer(), rows
     data._plan(data.trainer)
+    if data.geometry is not None:
+        return _look_ahead(data, row_sizes(rows).tokens, execution)
     planner = data._planner(row_sizes(rows), shuffle=False) if data.streaming else data.planner
     return _look(data, planner, Sequences.of(rows), execution)
 
@@ -143,6 +158,42 @@ def _look(data: DataModule, planner: Planner, sequences: Sequences, execution: E
         largest=max(computed),
         micro_batches=len(real),
         empty=empty,
+    )
+
+
+def _look_ahead(data: DataModule, prompts: np.ndarray, execution: Execution) -> Steps:
+    """Steps on completions that are yet to be written: each as long as it may be."""
+    geometry, planner, longest = data.geometry, data.planner, execution.longest
+    asked = geometry.batch_size / geometry.num_generations  # prompts per step
+    grouped = execution.layout == "shared" and planner.max_rows % geometry.num_generations == 0
+    copies = asked if grouped else geometry.batch_size
+    mean, most = float(prompts.mean()), int(prompts.max())
+    rows, micro_prompts = planner.max_rows, planner.max_rows / (geometry.num_generations if grouped else 1)
+    real = round(micro_prompts * mean + rows * longest)
+    padded = execution.layout == "padded"
+    computed = rows * _round_up(most + longest, execution.pad_to_multiple_of) if padded else real
+    largest = computed if padded else round(micro_prompts * most + rows * longest)
+    micro_batches = planner.num_micro * planner.world_size
+    per_step = copies * mean + geometry.batch_size * longest
+    epoch = None if data.steps_per_epoch is None else round(per_step * data.steps_per_epoch)
+    trained = float(geometry.batch_size * longest)
+    return Steps(
+        world_size=execution.world_size,
+        batch_size=geometry.batch_size,
+        num_micro=planner.num_micro,
+        steps_per_epoch=data.steps_per_epoch,
+        total_steps=data.total_steps,
+        tokens_per_epoch=epoch,
+        tokens_per_step=per_step,
+        computed_per_step=float(computed * micro_batches),
+        mean_length=mean + longest,
+        trained_per_step=(trained, trained, trained),
+        real=real * micro_batches,
+        computed=computed * micro_batches,
+        largest=largest,
+        micro_batches=micro_batches,
+        empty=0,
+        completions=longest,
     )
 
 

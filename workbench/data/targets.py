@@ -59,11 +59,12 @@ def resolve_train_on(train_on: TrainOn, data_type: str, conversational: bool, we
 
 def check_tokens_read(train_on: TrainOn, role_weights: Mapping[str, float] | None, method: Any) -> None:
     """Raises `UserError` where these options choose tokens for a method (or a class of one) that reads a score at the end of each
-    answer."""
+    answer, or that trains what it writes itself."""
     if not getattr(method, "trains_tokens", True) and (train_on != "auto" or role_weights):
         option = f"train_on={train_on}" if train_on != "auto" else "role_weights"
         name = method.__name__ if isinstance(method, type) else type(method).__name__
-        raise UserError(f"data.{option} has no effect with {name}, which scores whole answers at their end: leave it out.")
+        does = "trains what it writes itself" if getattr(method, "generates", False) else "scores whole answers at their end"
+        raise UserError(f"data.{option} has no effect with {name}, which {does}: leave it out.")
 
 
 def check_prompts_read(train_on: TrainOn, method: Any) -> None:
