@@ -154,7 +154,7 @@ def _read(options: "Options", made: "Replay") -> None:
             ref_model_mixup_alpha="ref_model_mixup_alpha",
             ref_model_sync_steps="ref_model_sync_steps",
         )
-    made.method["log_completions"] = False
+    made.method["log_completions_every_n_steps"] = 0
     made.online = True
 
 

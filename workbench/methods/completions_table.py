@@ -19,26 +19,25 @@ class CompletionsTable:
     """Keeps every completion of a window with its rewards and advantage, and prints a few.
 
     Args:
-        keep: whether tables are kept.
-        num_printed: how many completions are printed.
+        every_n_steps: optimizer steps between two tables; 0: none.
+        num_printed: how many completions are printed with each.
     """
 
-    def __init__(self, keep: bool, num_printed: int) -> None:
-        self.keep = keep
+    def __init__(self, every_n_steps: int, num_printed: int) -> None:
+        self.every_n_steps = every_n_steps
         self.num_printed = num_printed
 
     def add(
         self, trainer: "L.Trainer", groups: Sequence["Group"], result: "RewardResult", advantages: np.ndarray, steps: int
     ) -> None:
-        """Takes a window in, if one of its ``steps`` steps is logged."""
-        every, before = trainer.log_every_n_steps, trainer.global_step
+        """Takes a window in, if a table is due in one of its ``steps`` steps; the first window has one."""
+        every, before = self.every_n_steps, trainer.global_step
         due = every and (before == 0 or before // every != (before + steps) // every)
-        if not trainer.is_global_zero or not due or not (self.keep or self.num_printed):
+        if not due or not trainer.is_global_zero:
             return
         columns = ["step", "prompt", "completion", *result.names, *result.extras, "advantage"]
         rows = self._rows(before + 1, groups, result, advantages)
-        if self.keep:
-            log_table(trainer, TABLE, columns, rows, step=before + 1)
+        log_table(trainer, TABLE, columns, rows, step=before + 1)
         if self.num_printed:
             shown = [row[1:] for row in rows[: self.num_printed]]
             print_table(f"completions, step {before + 1}", columns[1:], shown)

@@ -63,7 +63,7 @@ class Online(Referenced):
         mask_truncated_completions: leave completions that were cut at the bound out of the loss.
         dynamic_sampling: rounds in which groups whose rewards are all equal are replaced by further prompts.
         cast_lm_head_to_fp32: form the logits in fp32, whatever the precision.
-        log_completions: keep a table of the completions at every logging step.
+        log_completions_every_n_steps: optimizer steps between two tables of completions; 0: none.
         num_completions_to_print: how many are printed then; 0: none.
         options: as in `Referenced`.
     """
@@ -93,7 +93,7 @@ class Online(Referenced):
         mask_truncated_completions: bool = False,
         dynamic_sampling: int = 0,
         cast_lm_head_to_fp32: bool = False,
-        log_completions: bool = True,
+        log_completions_every_n_steps: int = 10,
         num_completions_to_print: int = 0,
         **options: Any,
     ) -> None:
@@ -104,7 +104,12 @@ class Online(Referenced):
         self.beta = beta
         self._check_reference_is_read()
         check_at_least(1, method__num_generations=num_generations, method__max_completion_length=max_completion_length)
-        check_at_least(0, method__dynamic_sampling=dynamic_sampling, method__num_completions_to_print=num_completions_to_print)
+        check_at_least(
+            0,
+            method__dynamic_sampling=dynamic_sampling,
+            method__log_completions_every_n_steps=log_completions_every_n_steps,
+            method__num_completions_to_print=num_completions_to_print,
+        )
         self.rewards = RewardFunctions(rewards, reward_weights)
         object.__setattr__(self, "engine", engine or _policy_engine())
         self.num_generations = num_generations
@@ -127,7 +132,12 @@ class Online(Referenced):
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.completions_table = CompletionsTable(log_completions, num_completions_to_print)
+        if num_completions_to_print and not log_completions_every_n_steps:
+            raise UserError(
+                f"method.num_completions_to_print={num_completions_to_print} has no effect with "
+                "method.log_completions_every_n_steps=0; set it above 0."
+            )
+        self.completions_table = CompletionsTable(log_completions_every_n_steps, num_completions_to_print)
         self.window: Window | None = None
         self._started = False
         self._synced: int | None = None
