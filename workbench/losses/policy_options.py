@@ -134,8 +134,8 @@ def _check_read(loss: str, options: PolicyOptions) -> None:
 def _check_values(loss: str, options: PolicyOptions) -> None:
     if loss == "cispo" and options.epsilon_high is None:
         raise UserError("method.loss=cispo needs method.epsilon_high, the largest ratio itself; ScaleRL has 5.0.")
-    if not 0 <= options.epsilon < 1:
-        raise UserError(f"method.epsilon={options.epsilon} must lie in [0, 1): a ratio may fall that far below 1.")
+    if not options.epsilon >= 0:  # from 1 on there is no lower bound: DeepSeek-R1 has 10
+        raise UserError(f"method.epsilon={options.epsilon} must be at least 0: a ratio may fall that far below 1.")
     low = 0 if loss != "cispo" else 1
     if options.epsilon_high is not None and not options.epsilon_high >= low:
         why = "cispo's largest ratio itself" if loss == "cispo" else "a ratio may rise that far above 1"

@@ -29,7 +29,7 @@ class GMPO(Online):
     """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673, equation 4).
 
     The loss of a completion is ``-A exp(mean_t log r_t)``, with r_t the ratio of its token's probability to that when the window
-    was written, ``log r_t`` at most ``epsilon`` where A > 0 and at least ``-epsilon`` where A < 0. It is averaged over completions.
+    was written, ``log r_t`` at most ``epsilon`` where A > 0 and at least ``-epsilon`` where A < 0. Completions are averaged.
 
     Args:
         model: as in `Method`.
@@ -54,7 +54,9 @@ class GMPO(Online):
     ) -> None:
         super().__init__(model, num_generations=num_generations, **options)
         if num_generations < 2:
-            raise UserError(f"method.num_generations={num_generations} leaves nothing to compare a completion with; use 2 or more.")
+            raise UserError(
+                f"method.num_generations={num_generations} leaves nothing to compare a completion with; use 2 or more."
+            )
         check_gmpo_options(epsilon)
         check_choice("method.scale_rewards", scale_rewards, ("group", "batch", "none"))
         check_choice("method.kl_estimator", kl_estimator, ("k1", "k2", "k3"))
