@@ -1,8 +1,8 @@
 """Group relative policy optimisation and its family.
 
-The advantage of a completion is the distance of its reward from the mean of its group, and every token of it has the same. A step's
-loss is a mean of `workbench.losses.policy` over its tokens or completions, plus ``beta`` times the divergence from the reference,
-less ``entropy_coef`` times the entropy.
+The advantage of a completion is the distance of its reward from the mean of its group, and every token of it has the same. The
+loss of a step is a mean of `workbench.losses.policy` over its tokens or completions, plus ``beta`` times the divergence from the
+reference, less ``entropy_coef`` times the entropy.
 """
 
 import logging
@@ -18,7 +18,15 @@ from workbench.data.prompts import Ticket
 from workbench.errors import UserError, check_choice
 from workbench.losses.advantages import Aggregation, Scale, group_advantages
 from workbench.losses.entropy import EntropyController, entropy_threshold, top_entropy_mask
-from workbench.losses.policy import PolicyOptions, check_policy_options, clip_metrics, kl_estimate, log_ratios, policy_loss, reduction
+from workbench.losses.policy import (
+    PolicyOptions,
+    check_policy_options,
+    clip_metrics,
+    kl_estimate,
+    log_ratios,
+    policy_loss,
+    reduction,
+)
 from workbench.losses.policy_options import Level, Loss
 from workbench.losses.policy_ratios import Estimator
 from workbench.losses.reduce import reduce

@@ -26,8 +26,8 @@ from workbench.rewards import RewardResult
 class RLOO(Online):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, section 3.2).
 
-    The loss of completion i is ``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`` with r the ratio of its probability to that
-    when the window was written, and A its reward less the mean of its group's others.
+    The loss of a completion is ``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`` with r the ratio of its probability to
+    that when the window was written, and A its reward less the mean of its group's others.
 
     Args:
         model: as in `Method`.
@@ -55,7 +55,9 @@ class RLOO(Online):
     ) -> None:
         super().__init__(model, beta=beta, num_generations=num_generations, **options)
         if num_generations < 2:
-            raise UserError(f"method.num_generations={num_generations} leaves no other completion to compare with; use 2 or more.")
+            raise UserError(
+                f"method.num_generations={num_generations} leaves nothing to compare a completion with; use 2 or more."
+            )
         high = epsilon if epsilon_high is None else epsilon_high
         if not 0 <= epsilon <= 1 or high < 0:
             raise UserError(f"method.epsilon={epsilon} must lie in [0, 1], and method.epsilon_high={epsilon_high} be at least 0.")

@@ -95,8 +95,8 @@ class Window:
     def batch_of(self, rows: Sequence[int], norm: Normalisers, step: int = 0, k: int = 0) -> MicroBatch:
         """Completions, those of a prompt that follow one another on one copy of it.
 
-        The batch's ``row`` is the completion's index (a prompt's that of its first one); ``extras`` hold per output (``[T]``, fp64) what is known of tokens, and per
-        segment ``advantages`` and ``counted`` ``[S]``.
+        The batch's ``row`` is the completion's index (a prompt's that of its first one); ``extras`` hold per output (``[T]``,
+        fp64) what is known of tokens, and per segment ``advantages`` and ``counted`` ``[S]``.
         """
         if not len(rows):
             batch = MicroBatch.empty(norm, step=step, k=k)
