@@ -63,6 +63,7 @@ class Online(Referenced):
         mask_truncated_completions: leave completions that were cut at the bound out of the loss.
         dynamic_sampling: rounds in which groups whose rewards are all equal are replaced by further prompts.
         cast_lm_head_to_fp32: form the logits in fp32, whatever the precision.
+        seed: of the draws, each keyed by it, the window, the prompt, the attempt and the sample.
         log_completions_every_n_steps: optimizer steps between two tables of completions; 0: none.
         num_completions_to_print: how many are printed then; 0: none.
         options: as in `Referenced`.
@@ -93,6 +94,7 @@ class Online(Referenced):
         mask_truncated_completions: bool = False,
         dynamic_sampling: int = 0,
         cast_lm_head_to_fp32: bool = False,
+        seed: int = 0,
         log_completions_every_n_steps: int = 10,
         num_completions_to_print: int = 0,
         **options: Any,
@@ -106,6 +108,7 @@ class Online(Referenced):
         check_at_least(1, method__num_generations=num_generations, method__max_completion_length=max_completion_length)
         check_at_least(
             0,
+            method__seed=seed,
             method__dynamic_sampling=dynamic_sampling,
             method__log_completions_every_n_steps=log_completions_every_n_steps,
             method__num_completions_to_print=num_completions_to_print,
@@ -132,6 +135,7 @@ class Online(Referenced):
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
+        self.seed = seed
         if num_completions_to_print and not log_completions_every_n_steps:
             raise UserError(
                 f"method.num_completions_to_print={num_completions_to_print} has no effect with "
@@ -140,6 +144,7 @@ class Online(Referenced):
         self.completions_table = CompletionsTable(log_completions_every_n_steps, num_completions_to_print)
         self.window: Window | None = None
         self._started = False
+        self._asleep = False
         self._synced: int | None = None
         self._without_spread = 0
         self._answers: dict[int, list[tuple[int, Group]]] = {}
@@ -173,6 +178,11 @@ class Online(Referenced):
     def _start_engine(self) -> None:
         if self._started:
             return
+        if self.dynamic_sampling and self.trainer.datamodule.streaming:
+            raise UserError(
+                f"method.dynamic_sampling={self.dynamic_sampling} draws further prompts, which a stream does not know yet; set "
+                "data.streaming=false, or method.dynamic_sampling=0."
+            )
         self.engine.start(self.policy, self.tokenizer)
         self._started = True
         ends = tuple(end_token_ids(self.policy.hf, self.tokenizer))
@@ -187,17 +197,26 @@ class Online(Referenced):
             )
 
     def _sync(self) -> None:
-        """Gives the engine the weights of this step, before anything is drawn."""
+        """Wakes the engine, and gives it the weights of this step before anything is drawn."""
+        if self._asleep:
+            self.engine.wake()
+            self._asleep = False
         version = self.trainer.global_step
         if self._synced != version:
             self.engine.sync_weights(self.policy, version)
             self._synced = version
 
+    def _rest(self) -> None:
+        """Lets the engine give its memory back until it writes again."""
+        self.engine.sleep()
+        self._asleep = True
+
     def teardown(self, stage: str) -> None:
-        """Ends what the engine has started."""
+        """Ends what the engine and the rewards have started."""
+        self.rewards.close()
         if self._started:
             self.engine.close()
-            self._started, self._synced = False, None
+            self._started, self._asleep, self._synced = False, False, None
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -236,6 +255,7 @@ class Online(Referenced):
         self._sync()
         with phase(trainer, f"generating {len(ticket.rows) * self.num_generations} completions"):
             groups, result = self._collect(ticket)
+        self._rest()
         self.window = self._window_of(ticket, groups, result)
         self.window.plan(planner, self.sampling.max_new_tokens)
         self._add_logps(self.window)
@@ -276,11 +296,6 @@ class Online(Referenced):
         found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])
         return [group for _, group, _ in found], [part for _, _, part in found]
 
-    @property
-    def seed(self) -> int:
-        """Of the draws: the data's."""
-        return self.trainer.datamodule.seed
-
     def _score(self, groups: Sequence[Group]) -> RewardResult:
         trainer = self.trainer
         state = SimpleNamespace(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
@@ -293,6 +308,7 @@ class Online(Referenced):
         scored = ~np.isnan(result.values).all(1)
         truncated = np.array([rollout.finish == "length" for rollout in written])
         drawn = [rollout.logps for rollout in written]
+        restricted = self.sampling.truncates or any(rollout.support is not None for rollout in written)
         if not scored.all():
             log.warning(
                 "%d of %d completions were scored by no reward function; they are left out.", (~scored).sum(), len(scored)
@@ -308,7 +324,7 @@ class Online(Referenced):
             counted=scored,
             advantages=np.zeros(len(written)),
             sampler_logps=None if any(d is None for d in drawn) else [np.asarray(d, dtype=np.float64) for d in drawn],
-            support=[_support(rollout) for rollout in written] if self.sampling.truncates else None,
+            support=[_support(rollout) for rollout in written] if restricted else None,
             order=self.completion_order(len(written)),
             version=max((rollout.version for rollout in written), default=0),
         )
@@ -435,6 +451,11 @@ class Online(Referenced):
         evaluation.add("completions/mean_length", lengths, each)
         evaluation.extreme("completions/max_length", lengths, "max")
         evaluation.add("completions/clipped_ratio", torch.tensor([float(r.finish == "length") for r in written]), each)
+
+    def on_validation_epoch_end(self) -> None:
+        """As `Method`'s; nothing more is written now."""
+        super().on_validation_epoch_end()
+        self._rest()
 
     def finish_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, float]:
         """As `Method`'s, and what ``compute_metrics(prompts, completions, **columns)`` makes of the whole set."""
