@@ -234,7 +234,11 @@ class Method(L.LightningModule):
     def record_step(self, loss: Tensor, batch: MicroBatch) -> None:
         """Adds a micro-batch's share of the step's loss, and its tokens."""
         self._meter.add("loss", loss.detach() / batch.norm.scale, None)
-        self._meter.add("num_tokens", batch.num_tokens, None)
+        self._meter.add("num_tokens", self.tokens_in(batch), None)
+
+    def tokens_in(self, batch: MicroBatch) -> int:
+        """What a micro-batch adds to ``num_tokens``."""
+        return batch.num_tokens
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Finishes the step's metrics; the gradient norm is that before clipping."""

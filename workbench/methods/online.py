@@ -237,6 +237,11 @@ class Online(Referenced):
         rank = data_parallel(self.trainer.strategy).rank
         return self.window.micro_batch(ticket.offset, rank, ticket.k).to(self.device)
 
+    def tokens_in(self, batch: MicroBatch) -> int:
+        """Completions with their prompts: how many completions a micro-batch has on one copy of a prompt does not matter."""
+        lengths, parent = batch.starts.diff(), batch.parent
+        return int((lengths + lengths[parent.clamp(min=0)])[parent >= 0].sum())
+
     def in_first_sweep(self, ticket: Ticket) -> bool:
         """Whether a ticket's completions are trained for the first time."""
         return ticket.offset < len(self.window.plans)
