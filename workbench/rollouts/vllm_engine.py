@@ -246,6 +246,8 @@ def _build(arguments: dict[str, Any]) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
+    # It warns at every sync of the rotary embedding, whose frequencies are no weights.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     try:
         return LLM(**arguments)
     except (ValueError, RuntimeError, NotImplementedError) as error:
