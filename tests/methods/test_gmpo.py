@@ -20,7 +20,7 @@ def test_the_bound_is_one_of_logarithms():
 def test_the_divergence_is_added_to_the_loss():
     plain, pulled = (run_online(GMPO, {"beta": beta}, lr=1e-2)[0] for beta in (0.0, 1.0))
     assert "train/kl" not in plain[0] and pulled[0]["train/kl"] == 0
-    assert 0 < pulled[-1]["train/kl"]
+    assert pulled[-1]["train/kl"] > 0
     assert plain[-1]["train/loss"] != pulled[-1]["train/loss"]
 
 
