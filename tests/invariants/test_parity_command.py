@@ -95,13 +95,13 @@ def test_a_field_that_we_do_not_log_deviates(capsys, edited):
 
 
 def test_of_several_the_good_ones_are_replayed(capsys, edited):
-    files = [edited({"betta": 1}, name="bad"), str(SIGMOID), str(REFERENCES / "grpo_beta.json")]
+    files = [edited({"betta": 1}, name="bad"), str(SIGMOID), str(REFERENCES / "distill_beta0.5.json")]
     assert main(["invariants", "parity", *files, "--steps", "1"]) == 2
     out, err = capsys.readouterr()
     assert "1 of 3 cases match; not replayed: 2" in out
     first, second = err.splitlines()
     assert "bad.json: betta=1 is no option of TRL's dpo trainer that is known here. Did you mean 'beta'?" in first
-    assert "kind='grpo' is not replayed. Allowed: sft, dpo, kto, reward, cpo, orpo, tpo, bco, prm." in second
+    assert "kind='distillation' is not replayed. Allowed: sft, dpo, kto, reward, cpo, orpo, tpo, grpo, rloo, bco, prm." in second
 
 
 @pytest.mark.parametrize(

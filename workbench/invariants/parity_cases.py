@@ -76,7 +76,7 @@ def load_case(path: Path) -> Case:
     return Case(
         name=str(case.get("case", path.stem)),
         kind=case["kind"],
-        data=case.get("data") or ("prompt" if case["kind"] in ONLINE else ""),
+        data=case["data"] if case.get("data") is not None else "prompt" if case["kind"] in ONLINE else "",
         options={**(case.get("common") or {}), **(case.get("args") or {})},
         steps=_steps(path, case["steps"]),
         extras={key: case[key] for key in _EXTRAS if case.get(key) not in (None, False)},
