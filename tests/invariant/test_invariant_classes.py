@@ -13,7 +13,7 @@ from workbench import losses
 from workbench.cli.config_files import config_dir
 from workbench.errors import UserError
 from workbench.invariants import execute, record
-from workbench.invariants.classes import class_names, load_class
+from workbench.invariants.classes import ONLINE_ROWS, class_names, load_class
 from workbench.invariants.members import MEMBERS
 
 NAMES = class_names()
@@ -64,6 +64,26 @@ def test_both_sides_of_what_a_loss_tells_apart_are_there():
     assert 0 in counts["count/rejected"]  # a step without one of the labels too
     assert 0 in counts["kl"][2:]  # a baseline that is held at 0
     assert max(counts["kl"]) > 0
+
+
+def test_what_online_methods_tell_apart_is_there():
+    """Ratios on both sides of the bounds, groups without spread, truncated completions, both answers of a target."""
+    for name in ("grpo", "grpo_sequence", "gmpo", "rloo"):
+        steps = trajectory(name).steps
+        assert max(steps["clip_ratio/low_mean"]) > 0 and max(steps["clip_ratio/high_mean"]) > 0
+        assert min(steps["clip_ratio/region_mean"]) == 0
+    assert 0 < trajectory("grpo").steps["completions/clipped_ratio"][0] < 1
+    assert trajectory("grpo_sequence").steps["dynamic_sampling/replaced"][0] > 0
+    assert 0 < trajectory("grpo_sequence").steps["frac_reward_zero_std"][0] < 1
+    coefs = trajectory("grpo_cispo").steps["entropy_coef"]
+    assert {a < b for a, b in pairwise(coefs)} == {True, False}
+
+
+def test_completions_of_a_window_are_those_of_its_steps():
+    """Windows of four steps, the second cut short by the end of the pass; a resumed run lies within one, or begins one."""
+    for name in (n for n in NAMES if load_class(n).rows == ONLINE_ROWS):
+        windows = trajectory(name).completions
+        assert [a == b for a, b in pairwise(windows)] == [True, True, True, False, True, True, True, False, True]
 
 
 def test_every_loss_is_computed_in_a_class(suite):

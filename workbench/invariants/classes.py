@@ -18,6 +18,7 @@ from workbench.invariants.compare import Tolerance
 from workbench.invariants.members import MEMBERS, Member
 
 COMMON = "common"
+ONLINE_ROWS = "prompts"  # of classes whose methods write completions
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class InvariantClass:
         config: overrides of ``workbench train`` that make the canonical run.
         absent: why a member is not one of this class.
         tolerance: of its members.
+        rows: function of `workbench.invariants.rows` that makes its rows.
     """
 
     name: str
@@ -37,6 +39,7 @@ class InvariantClass:
     config: tuple[str, ...]
     absent: dict[str, str] = field(default_factory=dict)
     tolerance: Tolerance = field(default_factory=Tolerance)
+    rows: str = ""
 
     @property
     def members(self) -> dict[str, Member]:
@@ -67,13 +70,15 @@ def load_class(name: str) -> InvariantClass:
     absent = {**_reasons(common), **_reasons(own)}
     if "only" in own:  # a class that differs from another in its loss alone
         absent |= {m: own["because"] for m in MEMBERS if m not in own["only"] and m not in absent}
+    if own["rows"] != ONLINE_ROWS:
+        absent = {m: "it writes no completions" for m, member in MEMBERS.items() if member.online} | absent
     for member in absent:
         if member not in MEMBERS:
             raise UserError(f"{file}: {member!r} is no member.{nearest(member, MEMBERS)}")
     rows = [f"data.train=workbench.invariants.rows:{own['rows']}"]
     about = file.read_text().splitlines()[0].lstrip("# ")
     tolerance = Tolerance(**own.get("tolerance", {}))
-    return InvariantClass(name, about, (*common["config"], *rows, *own["config"]), absent, tolerance)
+    return InvariantClass(name, about, (*common["config"], *rows, *own["config"]), absent, tolerance, own["rows"])
 
 
 def _folder() -> Path:

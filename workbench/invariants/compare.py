@@ -47,7 +47,7 @@ OTHER_HARDWARE = Tolerance(largest=1e-3, mean=1e-3, cancelling=(1e-3, 1e-3), cou
 
 def is_share(name: str) -> bool:
     """Whether a metric counts tokens or rows."""
-    return "accurac" in name
+    return "accurac" in name or "clip_ratio/" in name or name.endswith("clip_ratio")
 
 
 def _is_rest(name: str) -> bool:
@@ -142,7 +142,7 @@ class Mismatch(AssertionError):
         self.comparison = comparison
 
 
-_ORDER = {"rows": 0, "num_tokens": 1, "loss": 2, "grad_norm": 3, "lr": 4}
+_ORDER = {"rows": 0, "completions": 1, "num_tokens": 2, "loss": 3, "grad_norm": 4, "lr": 5}
 
 
 def compare(
@@ -160,7 +160,9 @@ def compare(
     residuals: list[Residual] = []
     wanted = _Wanted(fields)
     if wanted("rows") and reference.rows is not None and ours.rows is not None:
-        residuals.append(_rows(ours, reference))
+        residuals.append(_same("rows", ours.rows, reference.rows, reference.first))
+    if wanted("completions") and reference.completions is not None and ours.completions is not None:
+        residuals.append(_same("completions", ours.completions, reference.completions, reference.first))
     names = [n for n in sorted({*ours.steps, *reference.steps}) if wanted(n)]
     if ours.steps and ours.num_steps != reference.num_steps:
         problems.append(f"{ours.num_steps} steps instead of {reference.num_steps}")
@@ -196,7 +198,7 @@ class _Wanted:
         self.fields = fields
 
     def __call__(self, name: str) -> bool:
-        own = ("loss", "grad_norm", "lr", "num_tokens", "grad_norms", "rows", "parameters")
+        own = ("loss", "grad_norm", "lr", "num_tokens", "grad_norms", "rows", "completions", "parameters")
         return self.fields is None or name in self.fields or (name not in own and "metrics" in self.fields)
 
 
@@ -237,13 +239,14 @@ def _series(name: str, ours: list, theirs: list, first: int, tolerance: Toleranc
     return Residual(name, *sizes, first + at, values, bool(over.any() or over_mean), *bounds)
 
 
-def _rows(ours: Trajectory, reference: Trajectory) -> Residual:
-    pairs = list(zip(ours.rows, reference.rows, strict=False))
+def _same(name: str, ours: list, theirs: list, first: int) -> Residual:
+    """Of what has no size: the share of steps that differ."""
+    pairs = list(zip(ours, theirs, strict=False))
     differ = [a != b for a, b in pairs]
     at = differ.index(True) if any(differ) else 0
     share = sum(differ) / max(len(differ), 1)
     values = pairs[at] if pairs else (None, None)
-    return Residual("rows", float(any(differ)), share, float(any(differ)), share, reference.first + at, values, any(differ), 0.0)
+    return Residual(name, float(any(differ)), share, float(any(differ)), share, first + at, values, any(differ), 0.0)
 
 
 def _finals(ours: dict[str, list[float]], theirs: dict[str, list[float]], tolerance: Tolerance) -> list[Residual]:

@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import io
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -21,8 +22,10 @@ from workbench.cli import check as checker
 from workbench.cli import config, main
 from workbench.data.loader import row_sizes
 from workbench.data.plan import Planner
+from workbench.data.prompts import Geometry, PromptPlanner
 from workbench.invariants.trajectory import Recorder, Trajectory, parameter_marks, plain_name
 from workbench.loggers.csv import read_history
+from workbench.rollouts.types import Request, Rollout, Sampling
 
 WORLD_SIZES = (2, 3, 4, 8)
 _QUIET = ("logger=none",)
@@ -104,6 +107,8 @@ def run_bare(overrides: Sequence[str], folder: Path, cache_dir: Path) -> Traject
         enable_model_summary=False,
     )
     objects = {name: _made(node[name]) for name in ("model", "optim", "scheduler", "peft") if node.get(name)}
+    if "engine" in node["method"]:
+        objects |= {"engine": _made(node["method"]["engine"]), "seed": node["seed"]}
     with quiet():
         trainer.fit(_made({**node["method"], **objects}), _made(node["data"]))
     return recorder.trajectory
@@ -146,7 +151,11 @@ def run_plan(overrides: Sequence[str], folder: Path, cache_dir: Path) -> Traject
     parts = runs.build(cfg)
     data, method = parts.data, parts.method
     with quiet():
-        sizes = row_sizes(data.prepare_train(method.tokenizer, method.data_types))
+        prepared = data.prepare_train(method.tokenizer, method.data_types)
+    geometry = method.geometry(data.batch_size)
+    if geometry is not None:
+        return Trajectory(rows=_planned_completions(len(prepared), geometry, data, cfg.trainer.max_steps))
+    sizes = row_sizes(prepared)
     options = {"batch_size": data.batch_size, "seed": data.seed, "shuffle": data.shuffle, "total_steps": cfg.trainer.max_steps}
     one = Planner(sizes, **options)
     others = [Planner(sizes, world_size=n, micro_batch_size=m, **options) for n in WORLD_SIZES for m in (None, 1, 2)]
@@ -157,6 +166,73 @@ def run_plan(overrides: Sequence[str], folder: Path, cache_dir: Path) -> Traject
         here = sorted(one.step(*at).rows)
         rows.append(next((other for other in dealt if other != here), here))
     return Trajectory(rows=rows)
+
+
+def _planned_completions(num_rows: int, geometry: Geometry, data: Any, steps: int) -> list[list[int]]:
+    """The same of an online method's completions, whose lengths are made up."""
+    options = {"seed": data.seed, "shuffle": data.shuffle}
+    one = PromptPlanner(num_rows, geometry, **options)
+    others = [
+        PromptPlanner(num_rows, geometry, world_size=n, micro_batch_size=m, **options)
+        for n in WORLD_SIZES
+        for m in (None, 1, 2, 4)
+    ]
+    rows = []
+    for step in range(steps):
+        epoch, within = divmod(step, one.steps_per_epoch)
+        numbers = [(p, g) for p in one.window(epoch, within).prompts for g in range(geometry.num_generations)]
+        count, size = len(numbers), geometry.batch_size
+        of_step = range(count)[
+            (within - one.window(epoch, within).first) % geometry.sweep(count // geometry.num_generations) * size :
+        ]
+        lengths = [1 + (7 * p + 3 * g + step) % 11 for p, g in numbers]
+        known = {"tokens": lengths, "weight": lengths, "group": [p for p, _ in numbers], "counted": [True] * count, "longest": 12}
+        dealt = [
+            other.plan_step(of_step[:size], **known)
+            for other in others
+            if other.window(epoch, within) == one.window(epoch, within)
+        ]
+        ids = [[sorted(i for rank in plan.micro for micro in rank for i in micro)] for plan in dealt]
+        here = list(of_step[:size])
+        found = next((other for (other,) in ids if other != here), here) if len(ids) == len(others) else []
+        rows.append(sorted(numbers[i][0] * geometry.num_generations + numbers[i][1] for i in found))
+    return rows
+
+
+def run_scripted(overrides: Sequence[str], folder: Path, cache_dir: Path) -> Trajectory:
+    """A run whose engine replays what that of an equal run before it has written."""
+    script = folder / "script.jsonl"
+    parts = runs.build(compose(overrides, folder / "written", cache_dir))
+    written: list[Rollout] = []
+    generate = parts.method.engine.generate
+
+    def noted(requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        written.extend(found := generate(requests, sampling))
+        return found
+
+    parts.method.engine.generate = noted
+    with quiet():
+        parts.trainer.fit(parts.method, datamodule=parts.data)
+    script.write_text("".join(json.dumps(_completion(rollout)) + "\n" for rollout in written))
+    return run_here((*overrides, "engine=scripted", f"method.engine.completions={script}"), folder / "replayed", cache_dir)
+
+
+def run_separate(overrides: Sequence[str], folder: Path, cache_dir: Path) -> Trajectory:
+    """A run whose engine has a copy of the weights, and knows of a step what it is sent."""
+    from workbench.invariants.separate_engine import SeparateEngine
+
+    recorder = Recorder()
+    parts = runs.build(compose(overrides, folder, cache_dir), callbacks=[recorder])
+    parts.method.engine = SeparateEngine()
+    with quiet():
+        parts.trainer.fit(parts.method, datamodule=parts.data)
+    return recorder.trajectory
+
+
+def _completion(rollout: Rollout) -> dict[str, Any]:
+    """As `ScriptedEngine` reads it."""
+    given = {"token_ids": rollout.token_ids, "logps": rollout.logps.tolist(), "finish": rollout.finish}
+    return given if rollout.support is None else {**given, "support": [ids.tolist() for ids in rollout.support]}
 
 
 @contextlib.contextmanager

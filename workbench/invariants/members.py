@@ -4,10 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-Way = Literal["here", "bare", "command", "notebook", "plan", "pair", "deepspeed"]
+Way = Literal["here", "bare", "command", "notebook", "plan", "scripted", "separate", "pair", "deepspeed"]
 
 # What a forward pass without a step behind it can show.
-FORWARD = ("loss", "metrics", "rows")
+FORWARD = ("loss", "metrics", "rows", "completions")
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,15 @@ class Member:
         overrides: beside those of the class.
         way: how it is started: ``here`` and ``pair`` build the configuration's parts in this process or in two; ``bare`` passes
             them to a plain ``L.Trainer``; ``command`` is ``workbench train``; ``notebook`` is ``workbench.train``; ``plan`` deals
-            out the rows and trains nothing; ``deepspeed`` is a pair of its own.
+            out the rows and trains nothing; ``scripted`` replays the completions of a run that wrote them; ``separate`` has
+            an engine with weights of its own; ``deepspeed`` is a pair of its own.
         against: overrides of the run that it is compared with, where that is not the canonical one.
         fields: what is compared, of ``loss``, ``grad_norm``, ``lr``, ``num_tokens``, ``metrics``, ``grad_norms``, ``rows``,
-            ``parameters``, ``hashes``; None: all but hashes.
+            ``completions``, ``parameters``, ``hashes``; None: all but hashes.
         resume_from: step after which a first run saves the checkpoint that this one goes on from.
         saved_by: overrides of that first run.
         needs: a package without which it is skipped.
+        online: whether it is one of methods that write completions alone.
     """
 
     about: str
@@ -36,6 +38,7 @@ class Member:
     resume_from: int | None = None
     saved_by: tuple[str, ...] = ()
     needs: str | None = None
+    online: bool = False
 
 
 def _micro(size: int) -> str:
@@ -61,6 +64,11 @@ MEMBERS: dict[str, Member] = {
     "eager_attention": Member("attention written out instead of fused", ("model.attn_implementation=eager",)),
     "checkpointing": Member("activations recomputed", (_micro(4), "method.gradient_checkpointing=true")),
     "selective_checkpointing": Member("all but attention recomputed", ("method.gradient_checkpointing=selective",)),
+    "engine_batches": Member(
+        "completions written in batches that take groups apart", ("method.engine.batch_size=3", _micro(4)), online=True
+    ),
+    "scripted_engine": Member("the same completions from a script", (_micro(4),), way="scripted", online=True),
+    "separate_engine": Member("an engine that has the weights that it is sent", way="separate", online=True),
     "adapter_off": Member(
         "an adapter that adds nothing, on weights that stand still",
         ("peft=lora", "optim.lr=0.0", _micro(4)),
@@ -76,6 +84,13 @@ MEMBERS: dict[str, Member] = {
         ("data.streaming=true", "data.shuffle=false", _micro(4)),
         against=("data.shuffle=false",),
         fields=("loss", "grad_norm", "lr", "metrics", "num_tokens", "grad_norms", "parameters"),
+    ),
+    "streamed_prompts": Member(
+        "prompts read as they are needed, in their order",
+        ("data.streaming=true", "data.shuffle=false", "data.batch_size=4", _micro(2)),
+        against=("data.shuffle=false", "data.batch_size=4"),
+        fields=("loss", "grad_norm", "lr", "metrics", "num_tokens", "grad_norms", "completions", "parameters"),
+        online=True,
     ),
     "evaluated": Member(
         "with evaluations in between",

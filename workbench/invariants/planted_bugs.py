@@ -1,6 +1,7 @@
 """The planted bugs, by the layer they lie in. Each is a piece of one function's source and what stands there instead."""
 
 from workbench.invariants.mutants import CANONICAL, Mutant
+from workbench.invariants.planted_online import BUGS
 
 MUTANTS: dict[str, Mutant] = {}
 
@@ -340,8 +341,8 @@ def _reference(name: str, target: str, old: str, new: str, killer: str) -> None:
 _reference(
     "reference_is_the_policy",
     "models.reference:FrozenCopy.outputs",
-    "self.policy(batch, want)",
-    "self.beside(batch, want)",
+    "self.policy(batch, want",
+    "self.beside(batch, want",
     "dpo",
 )
 _reference(
@@ -578,3 +579,6 @@ _metrics(
     "completions.hits(), completions.trained_in(Role.REJECTED)",
     "dpo",
 )
+
+for _entry in BUGS:
+    _bug(*_entry)

@@ -5,6 +5,7 @@ from random import Random
 from typing import Any
 
 SIZE = 29  # no multiple of the batch size: an epoch's last step is a shorter one
+PROMPTS = 7  # of online methods: an epoch's last window, and its last step, are shorter ones
 TREES = "ash birch cedar elm fir hazel ivy juniper larch maple oak pine rowan spruce willow yew"
 WORDS = TREES.split()
 
@@ -80,6 +81,14 @@ def stepwise() -> Iterator[dict[str, Any]]:
         if set(labels) == {-100}:
             labels[0] = 1
         yield {"prompt": _words(rng, 1, 4), "completions": steps, "labels": labels}
+
+
+def prompts() -> Iterator[dict[str, Any]]:
+    """Prompts of one to six words, every other one a conversation's, with the words that an answer should hold."""
+    rng = Random(8)
+    for row in range(PROMPTS):
+        text = _words(rng, 1, 6)
+        yield {"prompt": [{"role": "user", "content": text}], "answer": TREES[2 * row :], "level": row % 3}
 
 
 def _words(rng: Random, low: int, high: int) -> str:

@@ -21,6 +21,8 @@ _WAYS: dict[str, Callable[..., Trajectory]] = {
     "command": execute.run_command,
     "notebook": execute.run_notebook,
     "plan": execute.run_plan,
+    "scripted": execute.run_scripted,
+    "separate": execute.run_separate,
 }
 TWO_PROCESSES = ("pair", "deepspeed")
 

@@ -17,10 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workbench.data.prompts import Ticket
 from workbench.methods.optim import parameter_groups
-from workbench.strategies.info import gather, is_deepspeed
+from workbench.strategies.info import data_parallel, gather, is_deepspeed
 
-_NOT_NUMBERS_OF_THE_RUN = ("tokens_per_second",)
+# How fast it was, and what is nothing but rounding where sampler and trainer agree.
+_NOT_NUMBERS_OF_THE_RUN = (
+    "tokens_per_second",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+)
 # What wrappers add to a parameter's name.
 _WRAPPERS = ("policy.hf.", "base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", "default.")
 
@@ -33,7 +39,9 @@ class Trajectory:
         first: number of the first step in it.
         steps: by metric its values, one per step; None where a step has no value.
         grad_norms: by parameter the norm of its gradient, one per step; empty where a strategy does not show gradients.
-        rows: the rows of each step in ascending order; None where rows have no number (streams).
+        rows: the rows of each step in ascending order, of an online method the completions (row of the prompt times completions
+            of each, plus which one it is); None where rows have no number (streams).
+        completions: of each step a hash of the tokens of all completions of its window; None where there are none.
         parameters: by parameter its final ``[norm, product with a vector of signs]``.
         hashes: by group of the optimizer a hash of its parameters' final bits.
     """
@@ -42,6 +50,7 @@ class Trajectory:
     steps: dict[str, list[float | None]] = field(default_factory=dict)
     grad_norms: dict[str, list[float]] = field(default_factory=dict)
     rows: list[list[int]] | None = None
+    completions: list[str] | None = None
     parameters: dict[str, list[float]] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
 
@@ -59,13 +68,17 @@ class Trajectory:
             nothing = [None] * kept, [None] * rest.num_steps
             return {name: ours.get(name, nothing[0])[:kept] + theirs.get(name, nothing[1]) for name in names}
 
-        rows = None if self.rows is None or rest.rows is None else self.rows[:kept] + rest.rows
+        def both(ours: list | None, theirs: list | None) -> list | None:
+            return None if ours is None or theirs is None else ours[:kept] + theirs
+
+        rows, completions = both(self.rows, rest.rows), both(self.completions, rest.completions)
         steps, grad_norms = joined(self.steps, rest.steps), joined(self.grad_norms, rest.grad_norms)
-        return Trajectory(self.first, steps, grad_norms, rows, rest.parameters, rest.hashes)
+        return Trajectory(self.first, steps, grad_norms, rows, completions, rest.parameters, rest.hashes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; completions only where there are some."""
+        values = asdict(self)
+        return values if self.completions is not None else {k: v for k, v in values.items() if k != "completions"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Trajectory":
@@ -100,6 +113,7 @@ class Recorder(L.Callback):
         self._norms: list[dict[str, float]] = []
         self._rows: list[list[int]] = []
         self._step_rows: list[int] = []
+        self._completions: list[str] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """Gradients before clipping."""
@@ -109,9 +123,13 @@ class Recorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Metrics at the end of a step."""
-        if not batch.is_empty:
+        online = isinstance(batch, Ticket)
+        if online:
+            self._step_rows += _completion_rows(trainer, module, batch)
+        elif not batch.is_empty:
             self._step_rows += torch.unique_consecutive(batch.row).tolist()
         if batch.closes_step:
+            self._completions += [_hash_of(module.window)] if online else []
             self._metrics.append({**module.step_metrics, "step": trainer.global_step})
             self._rows.append(self._step_rows)
             self._step_rows = []
@@ -123,8 +141,23 @@ class Recorder(L.Callback):
         if not trainer.datamodule.streaming:
             ranks = gather(self._rows, trainer.strategy)
             run.rows = [sorted(row for rows in step for row in rows) for step in zip(*ranks, strict=True)]
+        run.completions = self._completions or None
         run.parameters, run.hashes = fingerprint(module)
         self.trajectory = run
+
+
+def _completion_rows(trainer: L.Trainer, module: Any, ticket: Ticket) -> list[int]:
+    """Numbers of the completions that this rank trained."""
+    window, size = module.window, module.num_generations
+    micro = window.plans[ticket.offset % len(window.plans)].micro[data_parallel(trainer.strategy).rank][ticket.k]
+    return [ticket.plan.prompts[window.group[i]] * size + i % size for i in micro]
+
+
+def _hash_of(window: Any) -> str:
+    """Of the tokens of a window's completions, in plan order."""
+    digest = hashlib.sha256(np.int64(window.lengths).tobytes())
+    digest.update(np.concatenate(window.token_ids).astype(np.int64).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(module: nn.Module) -> tuple[dict[str, list[float]], dict[str, str]]:
