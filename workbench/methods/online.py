@@ -5,9 +5,7 @@ its completions are scored, compared with the reference, and then trained for as
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,83 +16,52 @@ from transformers import PreTrainedModel
 from workbench.callbacks.progress import phase
 from workbench.data.batch import MicroBatch
 from workbench.data.prompts import Geometry, Ticket
-from workbench.errors import UserError, check_at_least, nearest
+from workbench.errors import UserError, check_at_least
 from workbench.losses.advantages import combine, zero_spread
 from workbench.methods import rollouts
 from workbench.methods.completions_table import CompletionsTable
-from workbench.methods.evaluation import Evaluation
-from workbench.methods.referenced import Referenced
+from workbench.methods.generating import Generating
 from workbench.methods.rollouts import Group, Row
 from workbench.methods.window import Window
 from workbench.models.load import ModelSpec
 from workbench.models.logps import LogitsProcessing
-from workbench.models.tokenizer import end_token_ids
-from workbench.rewards import RewardFunctions, RewardResult
-from workbench.rollouts.types import RolloutEngine, Sampling
+from workbench.rewards import RewardResult
 from workbench.strategies.info import data_parallel, gather
 
 log = logging.getLogger(__name__)
 
 KEY = "window"  # in a checkpoint
-_EVALUATION = 2**31  # beyond the numbers of windows: evaluation draws of its own
 _PATIENCE = 10  # windows without any spread before a warning
 
 
-class Online(Referenced):
+class Online(Generating):
     """Base of methods that sample completions of prompts, have them scored, and learn from the scores.
 
     Args:
         model: as in `Method`.
-        rewards: reward functions: short names, ``module:function``, functions, reward models, or nodes with ``_target_``.
-        reward_weights: of each function, a list or a mapping by name; None: 1 each.
-        engine: what writes the completions; None: the policy itself (`TorchEngine`).
         num_generations: completions per prompt.
         steps_per_generation: optimizer steps that one window of completions serves.
         num_iterations: how often a window is swept.
-        max_completion_length: most tokens of a completion.
-        temperature: divides the logits, of sampler and trainer alike.
-        top_k: draws from the k most likely tokens; None: from all.
-        top_p: draws from the most likely tokens that together have this probability.
-        min_p: draws from tokens with at least this share of the most likely one's probability; None: from all.
-        repetition_penalty: divides the positive logits of tokens that are there already (multiplies negative ones).
-        stop: texts at which a completion ends.
-        eval_sampling: fields of `Sampling` and ``num_generations`` for evaluation; what it leaves out is greedy, 1 completion.
         beta: strength of the pull towards the reference; 0 goes without one.
         mask_truncated_completions: leave completions that were cut at the bound out of the loss.
         dynamic_sampling: rounds in which groups whose rewards are all equal are replaced by further prompts.
         cast_lm_head_to_fp32: form the logits in fp32, whatever the precision.
-        seed: of the draws, each keyed by it, the window, the prompt, the attempt and the sample.
         log_completions_every_n_steps: optimizer steps between two tables of completions; 0: none.
         num_completions_to_print: how many are printed then; 0: none.
-        options: as in `Referenced`.
+        options: as in `Generating`.
     """
-
-    data_types = ("prompt_only",)
-    trains_tokens = False
 
     def __init__(
         self,
         model: str | ModelSpec | PreTrainedModel,
         *,
-        rewards: str | Callable[..., Any] | Sequence[Any],
-        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
-        engine: RolloutEngine | None = None,
         num_generations: int = 8,
         steps_per_generation: int = 1,
         num_iterations: int = 1,
-        max_completion_length: int = 256,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: Sequence[str] | None = None,
-        eval_sampling: dict[str, Any] | None = None,
         beta: float = 0.0,
         mask_truncated_completions: bool = False,
         dynamic_sampling: int = 0,
         cast_lm_head_to_fp32: bool = False,
-        seed: int = 0,
         log_completions_every_n_steps: int = 10,
         num_completions_to_print: int = 0,
         **options: Any,
@@ -105,37 +72,19 @@ class Online(Referenced):
         super().__init__(model, **options)
         self.beta = beta
         self._check_reference_is_read()
-        check_at_least(1, method__num_generations=num_generations, method__max_completion_length=max_completion_length)
+        check_at_least(1, method__num_generations=num_generations)
         check_at_least(
             0,
-            method__seed=seed,
             method__dynamic_sampling=dynamic_sampling,
             method__log_completions_every_n_steps=log_completions_every_n_steps,
             method__num_completions_to_print=num_completions_to_print,
         )
-        self.rewards = RewardFunctions(rewards, reward_weights)
-        object.__setattr__(self, "engine", engine or _policy_engine())
         self.num_generations = num_generations
         self.steps_per_generation = steps_per_generation
         self.num_iterations = num_iterations
-        self.sampling = Sampling(
-            max_new_tokens=max_completion_length,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop=tuple(stop or ()),
-        )
-        if self.sampling.greedy:
-            raise UserError(
-                "method.temperature=0 writes the same completion for every sample; set it above 0 (eval_sampling may)."
-            )
-        self.eval_sampling, self.eval_num_generations = _evaluation_sampling(self.sampling, eval_sampling)
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.seed = seed
         if num_completions_to_print and not log_completions_every_n_steps:
             raise UserError(
                 f"method.num_completions_to_print={num_completions_to_print} has no effect with "
@@ -143,11 +92,7 @@ class Online(Referenced):
             )
         self.completions_table = CompletionsTable(log_completions_every_n_steps, num_completions_to_print)
         self.window: Window | None = None
-        self._started = False
-        self._asleep = False
-        self._synced: int | None = None
         self._without_spread = 0
-        self._answers: dict[int, list[tuple[int, Group]]] = {}
 
     def geometry(self, batch_size: int) -> Geometry:
         """``data.batch_size`` counts completions."""
@@ -162,61 +107,14 @@ class Online(Referenced):
             if getattr(self, name) and not self.needs_reference:
                 raise UserError(f"method.{name} has no effect with method.beta=0, which compares with no reference; set beta.")
 
-    # -- the engine -------------------------------------------------------------------------------------------------
-
     def on_fit_start(self) -> None:
-        """Starts the engine, and checks that it can hold what it will be asked."""
-        super().on_fit_start()
-        self._start_engine()
-
-    def before_evaluation_data(self) -> None:
-        """Likewise, for evaluation without training."""
-        super().before_evaluation_data()
-        if self.trainer.state.fn != "fit":
-            self._start_engine()
-
-    def _start_engine(self) -> None:
-        if self._started:
-            return
+        """Refuses what a stream cannot give."""
         if self.dynamic_sampling and self.trainer.datamodule.streaming:
             raise UserError(
                 f"method.dynamic_sampling={self.dynamic_sampling} draws further prompts, which a stream does not know yet; set "
                 "data.streaming=false, or method.dynamic_sampling=0."
             )
-        self.engine.start(self.policy, self.tokenizer)
-        self._started = True
-        ends = tuple(end_token_ids(self.policy.hf, self.tokenizer))
-        self.sampling, self.eval_sampling = (replace(s, end_ids=ends) for s in (self.sampling, self.eval_sampling))
-        longest = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
-        context, prompt = self.engine.context, self.trainer.datamodule.longest_row()
-        if context is not None and (prompt or 1) + longest > context:
-            raise UserError(
-                f"a prompt of {prompt} tokens and a completion of up to {longest} are more than the {context} that the engine "
-                f"holds; set method.max_completion_length={max(1, context - (prompt or 1))} or data.max_length="
-                f"{max(2, context - longest)} (with data.truncation)."
-            )
-
-    def _sync(self) -> None:
-        """Wakes the engine, and gives it the weights of this step before anything is drawn."""
-        if self._asleep:
-            self.engine.wake()
-            self._asleep = False
-        version = self.trainer.global_step
-        if self._synced != version:
-            self.engine.sync_weights(self.policy, version)
-            self._synced = version
-
-    def _rest(self) -> None:
-        """Lets the engine give its memory back until it writes again."""
-        self.engine.sleep()
-        self._asleep = True
-
-    def teardown(self, stage: str) -> None:
-        """Ends what the engine and the rewards have started."""
-        self.rewards.close()
-        if self._started:
-            self.engine.close()
-            self._started, self._asleep, self._synced = False, False, None
+        super().on_fit_start()
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
@@ -257,10 +155,10 @@ class Online(Referenced):
 
     def _open(self, ticket: Ticket) -> None:
         trainer, planner = self.trainer, self.trainer.datamodule.planner
-        self._sync()
+        self.sync()
         with phase(trainer, f"generating {len(ticket.rows) * self.num_generations} completions"):
             groups, result = self._collect(ticket)
-        self._rest()
+        self.rest()
         self.window = self._window_of(ticket, groups, result)
         self.window.plan(planner, self.sampling.max_new_tokens)
         self._add_logps(self.window)
@@ -296,17 +194,10 @@ class Online(Referenced):
         own = rollouts.answer(
             self.engine, [rows[i] for i in mine], [index[i] for i in mine], self.sampling, self.tokenizer, **options
         )
-        results = self._score(own).split(self.num_generations)
+        results = self.score(own).split(self.num_generations)
         both = [(i, group, part) for i, group, part in zip(mine, own, results, strict=True)]
         found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])
         return [group for _, group, _ in found], [part for _, _, part in found]
-
-    def _score(self, groups: Sequence[Group]) -> RewardResult:
-        trainer = self.trainer
-        state = SimpleNamespace(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
-        self.rewards.place(self.device)
-        arguments = rollouts.as_arguments(groups, self.tokenizer)
-        return self.rewards(**arguments, trainer_state=state, end_ids=self.sampling.end_ids)
 
     def _window_of(self, ticket: Ticket, groups: Sequence[Group], result: RewardResult) -> Window:
         written = [rollout for group in groups for rollout in group.rollouts]
@@ -389,6 +280,7 @@ class Online(Referenced):
     def _report(self, groups: Sequence[Group], result: RewardResult) -> None:
         window = self.window
         means = rollouts.completion_metrics(window.lengths, window.truncated) | result.statistics(window.group)
+        means |= rollouts.means_of([result.metrics])
         self._report_means(means)
         dull = means["frac_reward_zero_std"] == 1
         self._without_spread = self._without_spread + 1 if dull else 0
@@ -411,70 +303,6 @@ class Online(Referenced):
         self.record("sampling/sampling_logp_difference/mean", difference.nan_to_num(), known.double())
         self.record_extreme("sampling/sampling_logp_difference/max", difference[known], "max")
 
-    # -- evaluation -------------------------------------------------------------------------------------------------
-
-    def on_validation_epoch_start(self) -> None:
-        """Starts the sets, with the weights as they are."""
-        names = self.trainer.datamodule.eval_names
-        self._evaluations = [Evaluation() for _ in names]
-        self._answers = {i: [] for i in range(len(names))}
-        self._sync()
-
-    def validation_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Answers a few prompts of one evaluation set and scores them."""
-        data = self.trainer.datamodule
-        rows = data.prepared_eval(data.eval_names[dataloader_idx])
-        index = [] if batch.is_empty else torch.unique_consecutive(batch.row).tolist()
-        groups = rollouts.answer(
-            self.engine,
-            [rows[i] for i in index],
-            index,
-            self.eval_sampling,
-            self.tokenizer,
-            num_generations=self.eval_num_generations,
-            key=(self.seed, _EVALUATION + dataloader_idx),
-        )
-        result = self._score(groups)
-        self._evaluate(groups, result, self._evaluations[dataloader_idx])
-        self._answers[dataloader_idx] += zip(index, groups, strict=True)
-
-    def _evaluate(self, groups: Sequence[Group], result: RewardResult, evaluation: Evaluation) -> None:
-        written = [rollout for group in groups for rollout in group.rollouts]
-        lengths = torch.tensor([float(len(rollout.token_ids)) for rollout in written])
-        each = torch.ones(len(written))
-        total = combine(torch.from_numpy(result.values), torch.tensor(result.weights))
-        scored = (~total.isnan()).double()
-        evaluation.add("reward", total.nan_to_num(), scored)
-        if self.eval_num_generations > 1:
-            best = total.nan_to_num(nan=-torch.inf).view(-1, self.eval_num_generations).amax(1)
-            evaluation.add("reward_best", best.nan_to_num(neginf=0.0), best.isfinite().double())
-        for i, name in enumerate(result.names):
-            values = torch.from_numpy(result.values[:, i])
-            evaluation.add(f"rewards/{name}/mean", values.nan_to_num(), (~values.isnan()).double())
-        for name, values in result.metrics.items():
-            evaluation.add(name, torch.tensor(values, dtype=torch.float64), torch.ones(len(values)))
-        evaluation.add("completions/mean_length", lengths, each)
-        evaluation.extreme("completions/max_length", lengths, "max")
-        evaluation.add("completions/clipped_ratio", torch.tensor([float(r.finish == "length") for r in written]), each)
-
-    def on_validation_epoch_end(self) -> None:
-        """As `Method`'s; nothing more is written now."""
-        super().on_validation_epoch_end()
-        self._rest()
-
-    def finish_evaluation(self, name: str, evaluation: Evaluation) -> dict[str, float]:
-        """As `Method`'s, and what ``compute_metrics(prompts, completions, **columns)`` makes of the whole set."""
-        metrics = super().finish_evaluation(name, evaluation)
-        if self.compute_metrics is None:
-            return metrics
-        number = self.trainer.datamodule.eval_names.index(name)
-        found = sorted((a for part in gather(self._answers[number], self.trainer.strategy) for a in part), key=lambda a: a[0])
-        arguments = rollouts.as_arguments([group for _, group in found], self.tokenizer)
-        own = self.compute_metrics(arguments["prompts"], arguments["completions"], **arguments["columns"])
-        if not isinstance(own, Mapping):
-            raise UserError(f"compute_metrics must return a dict of numbers, not {type(own).__name__}.")
-        return metrics | {key: float(value) for key, value in own.items()}
-
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -489,32 +317,6 @@ class Online(Referenced):
         if KEY in checkpoint and self.trainer.state.fn == "fit":
             self.window = Window.from_state(checkpoint[KEY])
             self.window.plan(self.trainer.datamodule.planner, self.sampling.max_new_tokens)
-
-
-def _policy_engine() -> RolloutEngine:
-    from workbench.rollouts.torch_engine import TorchEngine
-
-    return TorchEngine()
-
-
-def _evaluation_sampling(training: Sampling, given: Mapping[str, Any] | None) -> tuple[Sampling, int]:
-    given = dict(given or {})
-    allowed = [field.name for field in fields(Sampling) if field.name != "end_ids"]
-    for name in given:
-        if name not in (*allowed, "num_generations"):
-            raise UserError(
-                f"method.eval_sampling.{name} is unknown.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, num_generations."
-            )
-    count = given.pop("num_generations", 1)
-    check_at_least(1, method__eval_sampling__num_generations=count)
-    given["stop"] = tuple(given.get("stop") or training.stop)
-    sampling = Sampling(**{"temperature": 0.0, "max_new_tokens": training.max_new_tokens, **given})
-    if sampling.greedy and count > 1:
-        raise UserError(
-            f"method.eval_sampling.num_generations={count} are all the same at temperature=0; set "
-            "method.eval_sampling.temperature above 0."
-        )
-    return sampling, count
 
 
 def _is_dull(part: RewardResult, weights: Sequence[float]) -> bool:

@@ -1,6 +1,6 @@
 """From prompts to scored completions: requests, rewards, groups without spread, and what is reported of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,15 @@ def as_arguments(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) ->
         "columns": {name: [group.row[name] for group, _ in each] for name in names},
         "prompt_texts": [text for group, text in zip(groups, asked, strict=True) for _ in group.rollouts],
     }
+
+
+def means_of(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Means of the numbers that reward functions have logged, by name, over all parts."""
+    joined: dict[str, list[float]] = {}
+    for part in parts:
+        for name, values in part.items():
+            joined.setdefault(name, []).extend(values)
+    return {name: float(np.mean(joined[name])) for name in sorted(joined)}
 
 
 def completion_metrics(lengths: np.ndarray, truncated: np.ndarray) -> dict[str, float]:
