@@ -116,7 +116,7 @@ _rewards(
 _rewards("weights_of_rewards_ignored", "losses.advantages:combine", "rewards * weights", "rewards", "grpo")
 _rewards(
     "reward_of_a_neighbour",
-    "methods.online:Online._score",
+    "methods.generating:Generating.score",
     "self.rewards(**arguments,",
     "self.rewards(**{**arguments, 'completions': [*arguments['completions'][1:], *arguments['completions'][:1]]},",
     "grpo",
@@ -331,14 +331,14 @@ _rollouts(
 )
 _rollouts(
     "stale_rollouts",
-    "methods.online:Online._sync",
+    "methods.generating:Generating.sync",
     "if self._synced != version:",
     "if self._synced is None:",
     "grpo/separate_engine",
 )
 _rollouts(
     "first_window_unsynced",
-    "methods.online:Online._sync",
+    "methods.generating:Generating.sync",
     "if self._synced != version:",
     "if self._synced != version and version:",
     "grpo/separate_engine",
