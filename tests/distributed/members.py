@@ -34,7 +34,7 @@ def sgd(params, lr=0.5):
     return torch.optim.SGD(params, lr=lr)
 
 
-def run(job, folder):
+def run(job, folder, callbacks=()):
     from workbench.models.peft import PeftSpec
 
     method = dict(job.get("method", {}))
@@ -51,7 +51,7 @@ def run(job, folder):
     if "kind" in job:
         module, _, name = job["kind"].partition(":")
         go = functools.partial(run_method, getattr(importlib.import_module(f"workbench.methods.{module}"), name))
-    steps, module, fit = go(job.get("data"), method, trainer, checkpoint=job.get("checkpoint"), callbacks=saves)
+    steps, module, fit = go(job.get("data"), method, trainer, checkpoint=job.get("checkpoint"), callbacks=[*saves, *callbacks])
     if job.get("export"):
         module.save_pretrained(folder / f"{job['name']}-model")
     if fit.is_global_zero:

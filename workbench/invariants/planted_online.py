@@ -365,6 +365,6 @@ _processes(
     "methods.online:Online._add_logps",
     "for part in gather(own, strategy):",
     "for part in [own]:",
-    "grpo/ddp",
+    "rloo/ddp",
 )
 _processes("rewards_of_one_rank", "methods.online:Online._round", "gather(both, strategy)", "[both] * world_size", "rloo/ddp")
