@@ -21,6 +21,7 @@ QUICK_MUTANTS = (
     "rate_1_percent_up",
     "reference_is_the_policy",
     "same_order_every_epoch",
+    "stale_rollouts",
     "weight_decay_lost",
 )
 
