@@ -15,8 +15,9 @@ from unittest import mock
 from workbench.invariants.parity_cases import Case
 
 Facts = Mapping[str, int]
-"""What no option says: ``cut_away`` rows left out and ``truncated`` rows kept in preparing, steps where the record has ``no_number``
-for a loss, micro-batches ``accumulated`` in a step beyond the first, ``further_steps`` of a window beyond its first."""
+"""What no option says: ``cut_away`` rows left out and ``truncated`` rows kept in preparing, steps where the record has
+``no_number`` for a loss, micro-batches ``accumulated`` in a step beyond the first, ``further_steps`` of a window beyond the
+first."""
 
 
 @dataclass(frozen=True)
