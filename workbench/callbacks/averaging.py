@@ -79,6 +79,11 @@ class WeightAverage(Callback):
         """One entry per kind of average."""
         return type(self).__name__
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether the module's parameters are the average just now."""
+        return self._current is not None
+
     def start(self, weights: Weights) -> None:
         """Begins the average at ``weights`` (on this rank: its shards), which may be kept."""
         self.average = weights

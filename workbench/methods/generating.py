@@ -1,7 +1,7 @@
 """`Generating`: what methods that write completions of prompts, and have them scored, share: the engine and evaluation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,16 @@ from workbench.rewards import RewardFunctions, RewardResult
 from workbench.rollouts.types import RolloutEngine, Sampling
 from workbench.strategies.info import gather
 
+_KINDS: dict[str, tuple[Any, str]] = {  # of the fields of eval_sampling
+    "max_new_tokens": (int, "an integer"),
+    "num_generations": (int, "an integer"),
+    "temperature": (int | float, "a number"),
+    "top_k": (int | None, "an integer or null"),
+    "top_p": (int | float, "a number"),
+    "min_p": (int | float | None, "a number or null"),
+    "repetition_penalty": (int | float, "a number"),
+    "stop": (Sequence | None, "a list of texts or null"),
+}
 _EVALUATION = 2**31  # beyond the numbers of windows: evaluation draws of its own
 
 
@@ -125,6 +135,8 @@ class Generating(Referenced):
             self.engine.wake()
             self._asleep = False
         version = self.trainer.global_step
+        if any(getattr(callback, "is_applied", False) for callback in self.trainer.callbacks):
+            version = -1 - version  # an average of the weights, which is evaluated between two steps
         if self._synced != version:
             self.engine.sync_weights(self.policy, version)
             self._synced = version
@@ -225,12 +237,13 @@ def _policy_engine() -> RolloutEngine:
 
 def _evaluation_sampling(training: Sampling, given: Mapping[str, Any] | None) -> tuple[Sampling, int]:
     given = dict(given or {})
-    allowed = [field.name for field in fields(Sampling) if field.name != "end_ids"]
-    for name in given:
-        if name not in (*allowed, "num_generations"):
-            raise UserError(
-                f"method.eval_sampling.{name} is unknown.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, num_generations."
-            )
+    for name, value in given.items():
+        if name not in _KINDS:
+            raise UserError(f"method.eval_sampling.{name} is unknown.{nearest(name, _KINDS)} Allowed: {', '.join(_KINDS)}.")
+        kind, words = _KINDS[name]
+        text = name == "stop" and (isinstance(value, str) or not all(isinstance(part, str) for part in value or ()))
+        if isinstance(value, bool) or not isinstance(value, kind) or text:
+            raise UserError(f"method.eval_sampling.{name}={value!r}: expects {words}.")
     count = given.pop("num_generations", 1)
     check_at_least(1, method__eval_sampling__num_generations=count)
     given["stop"] = tuple(given.get("stop") or training.stop)

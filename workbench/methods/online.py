@@ -191,9 +191,9 @@ class Online(Generating):
         world_size, rank = data_parallel(strategy)
         mine = range(rank, len(rows), world_size)
         options = {"num_generations": self.num_generations, "key": (self.seed, number), "attempt": attempt}
-        own = rollouts.answer(
-            self.engine, [rows[i] for i in mine], [index[i] for i in mine], self.sampling, self.tokenizer, **options
-        )
+        asked = [rows[i] for i in mine], [index[i] for i in mine]
+        with self.trainer.precision_plugin.forward_context():  # as it is trained
+            own = rollouts.answer(self.engine, *asked, self.sampling, self.tokenizer, **options)
         results = self.score(own).split(self.num_generations)
         both = [(i, group, part) for i, group, part in zip(mine, own, results, strict=True)]
         found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -45,11 +46,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_at_least(1, method__max_completion_length=self.max_new_tokens, method__top_k=self.top_k)
+        penalty = self.repetition_penalty
         checks = (
-            ("temperature", self.temperature, self.temperature >= 0, "must be at least 0; 0 takes the most likely token"),
+            ("temperature", self.temperature, 0 <= self.temperature < inf, "must be at least 0, and finite; 0 is greedy"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "must lie above 0 and be at most 1; 1 keeps all tokens"),
             ("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "must lie in [0, 1]; null keeps all tokens"),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "must be above 0; 1 changes nothing"),
+            ("repetition_penalty", penalty, 0 < penalty < inf, "must be above 0, and finite; 1 changes nothing"),
+            ("stop", list(self.stop), all(self.stop), "has an empty text, at which every completion would end; leave it out"),
         )
         for name, value, right, why in checks:
             if not right:
