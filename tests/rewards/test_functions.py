@@ -99,6 +99,10 @@ def test_exact_match_is_the_embedded_world_s():
     assert exact_match(prompts=["", ""], completions=[" 4 ", says("5")], answer=["4", "4"]) == [1.0, 0.0]
 
 
+def test_answers_may_be_numbers_or_absent():
+    assert exact_match(prompts=[""] * 4, completions=["4", "5", "4.5", "4"], answer=[4, 4, 4.5, None]) == [1.0, 0.0, 1.0, None]
+
+
 def test_think_format():
     texts = [
         "<think>a</think>b",

@@ -84,6 +84,21 @@ def test_a_function_cannot_change_what_another_gets():
     assert values(spoils, reads, columns={"answer": ["a", "b"]}) == [[0, 1], [0, 0]]
 
 
+def test_a_function_cannot_change_what_is_trained():
+    ids, chats, told = [[1, 2], [3]], [[{"role": "assistant", "content": "a"}], []], [["x"], ["y"]]
+
+    def spoils(completion_ids, completions, told, **kwargs):
+        for tokens, chat, words in zip(completion_ids, completions, told, strict=True):
+            tokens.clear(), words.append("z")
+            for message in chat:
+                message["content"] = ""
+        return [0, 0]
+
+    RewardFunctions([spoils])(PROMPTS, chats, ids, {"told": told}, STATE)
+    assert (ids, told) == ([[1, 2], [3]], [["x"], ["y"]])
+    assert chats == [[{"role": "assistant", "content": "a"}], []]
+
+
 def test_logged_columns_and_metrics():
     def logs(completions, log_extra=None, log_metric=None):
         log_extra("golden", ["g", "[none]"])

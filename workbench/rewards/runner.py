@@ -192,7 +192,8 @@ class _Call:
 
     def _arguments(self, function: RewardFunction, name: str) -> dict[str, Any]:
         known = {**self.given, **self.columns}
-        arguments = {k: list(v) if isinstance(v, list | tuple) else v for k, v in known.items()}  # none edits another's lists
+        # None edits another's lists, or the tokens that are trained.
+        arguments = {k: _copied(list(v) if isinstance(v, tuple) else v) for k, v in known.items()}
         arguments["log_extra"] = lambda column, values: self._log_extra(name, column, values)
         arguments["log_metric"] = lambda metric, value: self._log_metric(name, metric, value)
         try:
@@ -228,6 +229,13 @@ class _Call:
         except (TypeError, ValueError):
             raise UserError(f"Reward function {name!r}: log_metric({metric!r}) got {value!r}, which is no number.") from None
         self.metrics.setdefault(metric, []).append(number)
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts of ``value``, all the way down, as new ones; what else they hold as it is."""
+    if type(value) is list:
+        return [_copied(part) for part in value]
+    return {key: _copied(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def _failure(name: str, error: BaseException) -> UserError:

@@ -170,12 +170,13 @@ def verifier(task: str) -> Callable[..., list[float]]:
     return exact_match
 
 
-def exact_match(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
-    """1.0 where a completion, surrounding white space apart, is the answer and nothing else; otherwise 0.0.
+def exact_match(prompts: list, completions: list, answer: list[Any], **columns: Any) -> list[float | None]:
+    """1.0 where a completion, surrounding white space apart, is the answer and nothing else; otherwise 0.0, and None without one.
 
-    A completion is a text or a list of messages, whose last one counts.
+    A completion is a text or a list of messages, whose last one counts. An answer may be a number.
     """
-    return [float(_text(completion).strip() == right) for completion, right in zip(completions, answer, strict=True)]
+    pairs = zip(map(_text, completions), answer, strict=True)
+    return [None if right is None else float(text.strip() == str(right).strip()) for text, right in pairs]
 
 
 def _text(completion: str | list[Row]) -> str:
