@@ -3,6 +3,7 @@
 import pytest
 import torch
 from online_rig import PROMPTS, run_online, script, scripted
+from support import SaveAt
 
 from workbench.callbacks.averaging import EMA
 from workbench.errors import UserError
@@ -45,6 +46,7 @@ def test_completions_are_drawn_in_the_precision_of_training():
     ("options", "message"),
     [
         ({"temperature": float("inf")}, "method.temperature=inf must be at least 0, and finite"),
+        ({"stop": "end"}, "method.stop='end': expects a list of texts."),
         ({"stop": [""]}, "method.stop=[''] has an empty text"),
         ({"eval_sampling": {"temperature": None}}, "method.eval_sampling.temperature=None: expects a number."),
         ({"eval_sampling": {"top_k": "a"}}, "method.eval_sampling.top_k='a': expects an integer or null."),
@@ -62,3 +64,26 @@ def test_sampling_that_cannot_be_is_refused_in_one_line(options, message):
 def test_texts_to_stop_at_may_be_none_for_evaluation():
     _, module, _ = run_online(GRPO, {**ONE_STEP, "stop": ["x"], "eval_sampling": {"stop": None}}, trainer={"max_steps": 1})
     assert isinstance(module.eval_sampling, Sampling) and module.eval_sampling.stop == ("x",)
+
+
+def test_a_window_is_not_gone_on_with_under_other_settings(tmp_path):
+    """Its log-probabilities would be compared with those of another distribution; from the end of a window all is open."""
+    own = {"engine": None}
+    run_online(GRPO, own, callbacks=[SaveAt(tmp_path, [2, 4])], trainer={"max_steps": 4})
+    cases = {
+        "method.temperature=1.0, and this run has 0.5": {"temperature": 0.5},
+        "method.top_k=None, and this run has 9": {"top_k": 9},
+        "does not hold ref_logps": {"beta": 0.1},
+        "does not hold old_entropy": {"top_entropy_quantile": 0.5},
+    }
+    for message, options in cases.items():
+        with pytest.raises(UserError, match=message):
+            run_online(GRPO, {**own, **options}, checkpoint=tmp_path / "2.ckpt")
+        assert run_online(GRPO, {**own, **options}, checkpoint=tmp_path / "4.ckpt", trainer={"max_steps": 5})[0]
+    assert run_online(GRPO, {**own, "max_completion_length": 5}, checkpoint=tmp_path / "2.ckpt", trainer={"max_steps": 4})[0]
+
+
+def test_a_metric_of_ones_own_is_a_number():
+    with pytest.raises(UserError, match="compute_metrics must return a dict of numbers: could not convert"):
+        trainer = {"max_steps": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        run_online(GRPO, {**ONE_STEP, "compute_metrics": lambda prompts, completions, **c: {"a": "x"}}, SETS, trainer)

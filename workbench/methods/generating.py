@@ -77,6 +77,8 @@ class Generating(Referenced):
     ) -> None:
         super().__init__(model, **options)
         check_at_least(0, method__seed=seed)
+        if isinstance(stop, str):
+            raise UserError(f"method.stop={stop!r}: expects a list of texts.")
         self.rewards = RewardFunctions(rewards, reward_weights)
         object.__setattr__(self, "engine", engine or _policy_engine())
         self.sampling = Sampling(
@@ -226,7 +228,10 @@ class Generating(Referenced):
         own = self.compute_metrics(arguments["prompts"], arguments["completions"], **arguments["columns"])
         if not isinstance(own, Mapping):
             raise UserError(f"compute_metrics must return a dict of numbers, not {type(own).__name__}.")
-        return metrics | {key: float(value) for key, value in own.items()}
+        try:
+            return metrics | {key: float(value) for key, value in own.items()}
+        except (TypeError, ValueError) as error:
+            raise UserError(f"compute_metrics must return a dict of numbers: {error}.") from error
 
 
 def _policy_engine() -> RolloutEngine:

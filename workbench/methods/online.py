@@ -92,6 +92,7 @@ class Online(Generating):
             )
         self.completions_table = CompletionsTable(log_completions_every_n_steps, num_completions_to_print)
         self.window: Window | None = None
+        self._restored: dict[str, float | None] | None = None  # what a window out of a checkpoint was drawn with
         self._without_spread = 0
 
     def geometry(self, batch_size: int) -> Geometry:
@@ -122,6 +123,7 @@ class Online(Generating):
         """Generates where a window begins."""
         super().on_train_batch_start(batch, batch_idx)
         if batch.rows is not None:
+            self._restored = None
             with torch.no_grad():
                 self._open(batch)
         elif self.window is None or self.window.number != batch.plan.number:
@@ -129,6 +131,29 @@ class Online(Generating):
                 f"step {batch.step} lies within a window of completions that the checkpoint does not hold; resume from a "
                 "checkpoint of this method that was written with the same settings."
             )
+        elif self._restored is not None:
+            self._check_restored(batch)
+
+    def _check_restored(self, ticket: Ticket) -> None:
+        """Refuses to go on with a window whose log-probabilities are others than this run's settings mean."""
+        written, ours = self._restored, self._drawn_with()
+        changed = next((name for name in ours if written.get(name, ours[name]) != ours[name]), None)
+        lacking = [name for name in self._wanted_logps(self.window) if getattr(self.window, name) is None]
+        if changed is not None:
+            what = f"was written with method.{changed}={written[changed]}, and this run has {ours[changed]}"
+        elif lacking:
+            what = f"does not hold {lacking[0]}, which this run's settings need (beta, top_entropy_quantile)"
+        else:
+            self._restored = None
+            return
+        raise UserError(
+            f"step {ticket.step} lies within a window of completions that {what}; resume with the settings of before, or from a "
+            "checkpoint at the end of a window."
+        )
+
+    def _drawn_with(self) -> dict[str, float | None]:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: getattr(self.sampling, name) for name in names}
 
     def micro_batch(self, ticket: Ticket) -> MicroBatch:
         """The completions that a ticket stands for, on the device."""
@@ -242,16 +267,22 @@ class Online(Generating):
 
     keeps_old_entropy: bool = False
 
-    def _add_logps(self, window: Window) -> None:
-        """What policy and reference say of the window's tokens before its first step."""
+    def _wanted_logps(self, window: Window) -> list[str]:
+        """Which of the window's per-token numbers are kept."""
         old = self.keeps_old_logps(len(window.plans) * self.num_iterations)
         wanted = {"old_logps": old, "old_entropy": self.keeps_old_entropy, "ref_logps": self.needs_reference}
-        if not any(wanted.values()):
+        return [name for name, asked in wanted.items() if asked]
+
+    def _add_logps(self, window: Window) -> None:
+        """What policy and reference say of the window's tokens before its first step."""
+        wanted = self._wanted_logps(window)
+        if not wanted:
             return
+        old = "old_logps" in wanted
         strategy = self.trainer.strategy
         rank = data_parallel(strategy).rank
         want = ["logps"] + ["entropy"] * self.keeps_old_entropy
-        mine: dict[str, dict[int, np.ndarray]] = {name: {} for name, asked in wanted.items() if asked}
+        mine: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
         batches = [(offset, k) for offset in range(len(window.plans)) for k in range(window.plans[0].norm.num_micro)]
         with phase(self.trainer, "log-probabilities"), self.trainer.precision_plugin.forward_context():
             for offset, k in batches:
@@ -309,13 +340,14 @@ class Online(Generating):
         """Keeps the window, as long as steps of it are to come."""
         super().on_save_checkpoint(checkpoint)
         if self.window is not None:
-            checkpoint[KEY] = self.window.state_dict()
+            checkpoint[KEY] = {**self.window.state_dict(), "drawn_with": self._drawn_with()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes the window over, and deals it to this run's ranks."""
         super().on_load_checkpoint(checkpoint)
         if KEY in checkpoint and self.trainer.state.fn == "fit":
             self.window = Window.from_state(checkpoint[KEY])
+            self._restored = checkpoint[KEY].get("drawn_with", {})
             self.window.plan(self.trainer.datamodule.planner, self.sampling.max_new_tokens)
 
 
