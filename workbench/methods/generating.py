@@ -19,7 +19,7 @@ from workbench.models.load import ModelSpec
 from workbench.models.tokenizer import end_token_ids
 from workbench.rewards import RewardFunctions, RewardResult
 from workbench.rollouts.types import RolloutEngine, Sampling
-from workbench.strategies.info import gather
+from workbench.strategies.info import failing_together, gather
 
 _KINDS: dict[str, tuple[Any, str]] = {  # of the fields of eval_sampling
     "max_new_tokens": (int, "an integer"),
@@ -178,16 +178,11 @@ class Generating(Referenced):
         data = self.trainer.datamodule
         rows = data.prepared_eval(data.eval_names[dataloader_idx])
         index = [] if batch.is_empty else torch.unique_consecutive(batch.row).tolist()
-        groups = rollouts.answer(
-            self.engine,
-            [rows[i] for i in index],
-            index,
-            self.eval_sampling,
-            self.tokenizer,
-            num_generations=self.eval_num_generations,
-            key=(self.seed, _EVALUATION + dataloader_idx),
-        )
-        result = self.score(groups)
+        asked = [rows[i] for i in index], index
+        options = {"num_generations": self.eval_num_generations, "key": (self.seed, _EVALUATION + dataloader_idx)}
+        with failing_together(self.trainer.strategy):
+            groups = rollouts.answer(self.engine, *asked, self.eval_sampling, self.tokenizer, **options)
+            result = self.score(groups)
         self._evaluate(groups, result, self._evaluations[dataloader_idx])
         self._answers[dataloader_idx] += zip(index, groups, strict=True)
         for name, values in result.metrics.items():

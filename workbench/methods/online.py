@@ -26,7 +26,7 @@ from workbench.methods.window import Window
 from workbench.models.load import ModelSpec
 from workbench.models.logps import LogitsProcessing
 from workbench.rewards import RewardResult
-from workbench.strategies.info import data_parallel, gather
+from workbench.strategies.info import data_parallel, failing_together, gather
 
 log = logging.getLogger(__name__)
 
@@ -217,9 +217,10 @@ class Online(Generating):
         mine = range(rank, len(rows), world_size)
         options = {"num_generations": self.num_generations, "key": (self.seed, number), "attempt": attempt}
         asked = [rows[i] for i in mine], [index[i] for i in mine]
-        with self.trainer.precision_plugin.forward_context():  # as it is trained
-            own = rollouts.answer(self.engine, *asked, self.sampling, self.tokenizer, **options)
-        results = self.score(own).split(self.num_generations)
+        with failing_together(strategy):
+            with self.trainer.precision_plugin.forward_context():  # as it is trained
+                own = rollouts.answer(self.engine, *asked, self.sampling, self.tokenizer, **options)
+            results = self.score(own).split(self.num_generations)
         both = [(i, group, part) for i, group, part in zip(mine, own, results, strict=True)]
         found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])
         return [group for _, group, _ in found], [part for _, _, part in found]

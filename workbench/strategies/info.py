@@ -1,11 +1,15 @@
 """What a Lightning strategy means for plans and reductions."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from workbench.errors import UserError
 
 
 class DataParallel(NamedTuple):
@@ -50,6 +54,22 @@ def gather(value: object, strategy: Strategy) -> list[object]:
     values: list[object] = [None] * size
     torch.distributed.all_gather_object(values, value, group=data_parallel_group(strategy))
     return values
+
+
+@contextmanager
+def failing_together(strategy: Strategy) -> Iterator[None]:
+    """What fails on one data-parallel rank within the block fails on all: the others would wait for it. Every rank must enter."""
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    told = None if fault is None else str(fault) if isinstance(fault, UserError) else f"another process failed: {fault!r}"
+    found = next((text for text in gather(told, strategy) if text is not None), None)
+    if fault is not None:
+        raise fault
+    if found is not None:
+        raise UserError(found)
 
 
 def sum_over_ranks(value: torch.Tensor, strategy: Strategy) -> torch.Tensor:
