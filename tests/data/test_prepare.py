@@ -328,3 +328,13 @@ def test_specs_are_hashable_and_compare_by_value():
     a, b = (PrepareSpec(role_weights={"user": w}, chat_template_kwargs={"x": [1]}) for w in (1.0, 1.0))
     assert a == b and hash(a) == hash(b)
     assert a != PrepareSpec(role_weights={"user": 0.5}, chat_template_kwargs={"x": [1]})
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "drop"])
+def test_a_prompt_that_is_too_long_is_left_out_rather_than_cut(truncation):
+    """What is left of it would not ask its question, nor end where an answer begins (report 74)."""
+    rows = Dataset.from_list([{"prompt": "12+34="}, {"prompt": "1+1=" * 20}])
+    made, report = prepare(rows, t1(), PrepareSpec(max_length=12, truncation=truncation), cache_dir=False)
+    assert len(made) == 1 and report.dropped == {"too_long": 1}
+    kept, report = prepare(rows, t1(), PrepareSpec(max_length=12, truncation="keep_end"), cache_dir=False)
+    assert len(kept) == 2 and report.truncated == 1

@@ -18,7 +18,9 @@ def windows(plan: PromptPlanner, epoch: int = 0):
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 8, 23])
-@pytest.mark.parametrize(("batch_size", "group", "per_window", "sweeps"), [(6, 2, 1, 1), (4, 4, 2, 1), (6, 4, 2, 3), (3, 2, 2, 2)])
+@pytest.mark.parametrize(
+    ("batch_size", "group", "per_window", "sweeps"), [(6, 2, 1, 1), (4, 4, 2, 1), (6, 4, 2, 3), (3, 2, 2, 2)]
+)
 def test_every_prompt_is_answered_once_an_epoch(num_rows, batch_size, group, per_window, sweeps):
     """Report 56: the steps of an epoch follow the published formula, whatever the last window holds."""
     plan = planner(num_rows, batch_size, group, per_window=per_window, sweeps=sweeps)

@@ -30,8 +30,8 @@ def share_right(run, rows: int = 256) -> float:
 
 @pytest.mark.slow
 def test_grpo_raises_the_share_of_right_answers(tmp_path):
-    """The configuration of ``workbench train method=grpo``, in 80 of its steps: half to two thirds of unseen sums before (SFT stops
-    at the first evaluation above a half), a tenth more after.
+    """The configuration of ``workbench train method=grpo``, in 80 of its steps: half to two thirds of unseen sums before (SFT
+    stops at the first evaluation above a half), a tenth more after.
 
     A reward that is the same for every completion, the control, leaves every weight as it is.
     """

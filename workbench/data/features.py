@@ -221,7 +221,8 @@ class RowPreparer:
             return Features(flags=flags | Flag.UNTRAINED, reason="untrained")
         limit, whole = self.spec.row_limit, sequences[0]
         if limit is not None and any(len(s.ids) > limit for s in sequences):
-            if self.spec.truncation == "drop":
+            if self.spec.truncation == "drop" or (self.spec.truncation == "keep_start" and not trains):
+                # a prompt without its end asks nothing: the question and the turn to answer would be cut off
                 return Features(flags=flags, reason="too_long")
             keep_end = self.spec.truncation == "keep_end"
             lost_end = not keep_end and any(s.weights[limit:].any() for s in sequences)

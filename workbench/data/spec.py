@@ -21,7 +21,8 @@ class PrepareSpec:
 
     Args:
         max_length: longest sequence in tokens, prompt and completion together; with ``packing`` the size of a pack. None: any.
-        truncation: what a longer one keeps, its start or its end; ``drop`` leaves the row out.
+        truncation: what a longer one keeps, its start or its end; ``drop`` leaves the row out. Prompts alone are left out rather
+            than lose their end.
         train_on: ``all`` tokens, the ``completion``, every ``assistant`` turn, or the ``last_turn`` of the assistant; of
             stepwise supervision ``all`` labelled steps, or the ``last_step`` in training and all of them in evaluation.
             ``auto``: the completion where there is one, else all.

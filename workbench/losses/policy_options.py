@@ -1,5 +1,6 @@
 """What can be asked of the policy-gradient losses, and what cannot."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -101,9 +102,15 @@ def check_policy_options(
         raise UserError(
             f"method.top_entropy_quantile={top_entropy_quantile} must lie above 0 and be at most 1; 1 takes all tokens."
         )
+    if not 0 <= entropy_coef < math.inf:
+        raise UserError(f"method.entropy_coef={entropy_coef} must be a number of at least 0; 0 goes without a bonus.")
+    adaptive = {"low": entropy_coef_min, "high": entropy_coef_max, "delta": entropy_coef_delta, "target": entropy_target}
     if use_adaptive_entropy:
-        _check_adaptive(
-            entropy_coef, low=entropy_coef_min, high=entropy_coef_max, delta=entropy_coef_delta, target=entropy_target
+        _check_adaptive(entropy_coef, **adaptive)
+    elif tuple(adaptive.values()) != (0.0, 1.0, 0.005, 0.2):
+        raise UserError(
+            "method.entropy_coef_min, entropy_coef_max, entropy_coef_delta and entropy_target have no effect with "
+            "method.use_adaptive_entropy=false; set it to true."
         )
     warnings = []
     if importance_sampling_level == "sequence" and not off_policy:
@@ -140,7 +147,7 @@ def _check_values(loss: str, options: PolicyOptions) -> None:
     if options.epsilon_high is not None and not options.epsilon_high >= low:
         why = "cispo's largest ratio itself" if loss == "cispo" else "a ratio may rise that far above 1"
         raise UserError(f"method.epsilon_high={options.epsilon_high} must be at least {low}: it is {why}.")
-    if options.delta is not None and not options.delta > 1 + options.high:
+    if options.delta is not None and not 1 + options.high < options.delta < math.inf:
         raise UserError(
             f"method.delta={options.delta} must be above 1 + epsilon_high = {1 + options.high:g}, the bound where advantages are "
             "positive; INTELLECT-2 has 4."
@@ -176,8 +183,10 @@ def _check_correction(loss: str, mode: str | None, clip_min: float | None, clip_
         raise UserError(f"{bounds}: the first must be below the second.")
     if clip_min is not None and not clip_min > 0:
         raise UserError(f"method.importance_sampling_clip_min={clip_min} must be above 0, as ratios are; null is no bound.")
-    if clip_max is not None and not clip_max > 0:
-        raise UserError(f"method.importance_sampling_clip_max={clip_max} must be above 0, as ratios are; null is no bound.")
+    if clip_max is not None and not 0 < clip_max < math.inf:
+        raise UserError(
+            f"method.importance_sampling_clip_max={clip_max} must be a number above 0, as ratios are; null is no bound."
+        )
     if loss == "vespo" and mode.startswith("sequence"):
         raise UserError(
             f"method.importance_sampling_mode={mode} cannot go with method.loss=vespo, whose weight of a sequence holds its "

@@ -154,7 +154,9 @@ class GRPO(Online):
             entropy_coef_delta=entropy_coef_delta,
             entropy_target=entropy_target,
         )
-        self._check(multi_objective_aggregation, scale_rewards, average_over, top_entropy_scope, kl_estimator)
+        self._check(
+            multi_objective_aggregation, scale_rewards, average_over, top_entropy_scope, kl_estimator, use_bias_correction_kl
+        )
         self.level: Level = importance_sampling_level
         self.scale_rewards: Scale = scale_rewards
         self.aggregation: Aggregation = multi_objective_aggregation
@@ -168,9 +170,16 @@ class GRPO(Online):
         self.correction_bounds = {"clip_min": importance_sampling_clip_min, "clip_max": importance_sampling_clip_max}
         self.want = ["logps", "entropy"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
         self._entropy_before: float | None = None  # of the step before
-        self._threshold: Tensor | None = None
 
-    def _check(self, aggregation: str, scale: str, average_over: str, top_entropy_scope: str, kl_estimator: str) -> None:
+    def _check(
+        self,
+        aggregation: str,
+        scale: str,
+        average_over: str,
+        top_entropy_scope: str,
+        kl_estimator: str,
+        use_bias_correction_kl: bool,
+    ) -> None:
         if self.num_generations < 2:
             raise UserError(
                 f"method.num_generations={self.num_generations} leaves nothing to compare a completion with; use 2 or more."
@@ -180,6 +189,9 @@ class GRPO(Online):
         check_choice("method.average_over", average_over, ("all", "trained"))
         check_choice("method.top_entropy_scope", top_entropy_scope, ("window", "micro_batch"))
         check_choice("method.kl_estimator", kl_estimator, ("k1", "k2", "k3"))
+        if not self.needs_reference and (kl_estimator != "k3" or not use_bias_correction_kl):
+            name, value = ("kl_estimator", kl_estimator) if kl_estimator != "k3" else ("use_bias_correction_kl", "false")
+            raise UserError(f"method.{name}={value} has no effect with method.beta=0, which goes without a divergence; set beta.")
         if aggregation == "normalize_then_sum" and len(self.rewards.names) < 2:
             self._warnings.append(
                 f"method.multi_objective_aggregation=normalize_then_sum is for several rewards, and there is one: "

@@ -370,12 +370,12 @@ def _build_tiny(spec: ModelSpec, architecture: str) -> PreTrainedModel:
 
 
 def _load_taught(model: PreTrainedModel, task: str, spec: ModelSpec) -> None:
-    from workbench.tiny.taught import taught_weights
     from workbench.tiny.tasks import TASKS
+    from workbench.tiny.taught import taught_weights
 
     check_choice("model.name=tiny-sft:<task>", task, TASKS)
     if _tiny_kwargs(spec):
-        raise UserError(f"model.init_kwargs={spec.init_kwargs} has no effect with model.name={spec.name}, whose weights are read.")
+        raise UserError(f"model.init_kwargs={spec.init_kwargs} has no effect with model.name={spec.name}, which is read.")
     missing, unexpected = model.load_state_dict(taught_weights(task, spec.init_seed), strict=False)
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     if unexpected or set(missing) - tied:

@@ -1,6 +1,7 @@
 """From a model's name to what transformers can open, or one line on why there is nothing.
 
-A name is tried as ``tiny[:architecture]``, ``tiny-sft[:task]``, ``package:<module>/<file>``, a path on disk, and last an id on the hub.
+A name is tried as ``tiny[:architecture]``, ``tiny-sft[:task]``, ``package:<module>/<file>``, a path on disk, and last an id on
+the hub.
 """
 
 import importlib.util
