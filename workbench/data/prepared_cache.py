@@ -25,7 +25,7 @@ from workbench.models.gguf import cache_home
 
 log = logging.getLogger(__name__)
 
-VERSION = 6  # of the code that makes features: raise it with every change of what it makes
+VERSION = 7  # of the code that makes features: raise it with every change of what it makes
 _HASHED_BYTES = 4 << 30  # larger data sets are known by the fingerprint that `datasets` gives them
 _STATE = ("truncation", "padding")  # of a fast tokenizer, set by every call
 
