@@ -10,7 +10,8 @@ import workbench
 from workbench.cli import config, main
 from workbench.errors import UserError
 
-METHODS = sorted({file.stem for file in (config.config_dir() / "method").glob("*.yaml")} - {"sft"})
+ONLINE = {"grpo", "rloo", "gmpo"}
+METHODS = sorted({file.stem for file in (config.config_dir() / "method").glob("*.yaml")} - {"sft"} - ONLINE)
 SCORES = {"reward", "prm"}
 REFINES = {"dpo", "kto", "bco", "simpo"}
 PAIRS = {"dpo", "orpo", "cpo", "simpo", "tpo"}

@@ -33,6 +33,9 @@ def cited(*typed: str) -> list[str]:
         (["method=cpo"], ["2401.08417"]),
         (["method=kto", "method.loss=apo_zero_unpaired"], ["2402.01306", "2408.06266"]),
         (["callbacks=bema"], ["2508.00180"]),
+        (["method=grpo"], ["2402.03300", "2503.14476"]),
+        (["method=grpo", "method.loss=luspo", "method.importance_sampling_level=sequence"], ["2402.03300", "2602.05261"]),
+        (["method=rloo", "method.normalize_advantages=true"], ["2402.14740", "2501.03262"]),
     ],
     ids=lambda v: " ".join(v) if v and not v[0][:1].isdigit() else "",
 )
@@ -48,6 +51,7 @@ NOT_IN_THE_CONFIGURATION = {  # what they bring is no option of the method
     "t5_packing",
     "selective_checkpointing",
     "llama2_margin",  # a column of the rows
+    "deepseek_r1",  # is GRPO
 }
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.models import papers_online
+
 
 @dataclass(frozen=True)
 class Paper:
@@ -227,7 +229,8 @@ def papers_of(config: Mapping[str, Any]) -> list[Paper]:
     Args:
         config: a plain configuration.
     """
-    return [PAPERS[key] for key in dict.fromkeys(_keys(config)) if key in PAPERS]
+    known = PAPERS | {key: Paper(*entry) for key, entry in papers_online.PAPERS.items()}
+    return [known[key] for key in dict.fromkeys(_keys(config)) if key in known]
 
 
 def _keys(config: Mapping[str, Any]) -> Iterator[str]:
@@ -251,3 +254,4 @@ def _keys(config: Mapping[str, Any]) -> Iterator[str]:
         "bema": any("BEMA" in (node or {}).get("_target_", "") for node in (config.get("callbacks") or {}).values()),
     }
     yield from (key for key, is_used in options.items() if is_used)
+    yield from papers_online.used(method)
