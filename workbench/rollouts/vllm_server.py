@@ -357,6 +357,8 @@ class VLLMServerEngine:
             except Unreachable as error:
                 if time.monotonic() + wait > deadline:
                     raise self._away(error, what) from error
+                left = deadline - time.monotonic()
+                log.warning("the server at %s is away (%s); trying for %.0f s more.", self.client.base_url, error, left)
             time.sleep(wait)
             wait = min(2 * wait, 30.0)
 
