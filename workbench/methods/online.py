@@ -117,6 +117,11 @@ class Online(Generating):
             )
         super().on_fit_start()
 
+    def couplings(self) -> list[str]:
+        """Dropout too: it is drawn anew in every pass, and the sampler has none."""
+        noisy = ["method.disable_dropout=false: a ratio compares passes with other dropout than the sampler's"]
+        return super().couplings() + ([] if self.disable_dropout else noisy)
+
     # -- a window ---------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
