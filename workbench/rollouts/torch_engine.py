@@ -42,10 +42,10 @@ class TorchEngine:
     Each distinct prompt is read once and its cache shared out to its group. Prompts of similar lengths go together, padded on the
     left. Finished rows leave the batch, so that a step costs what the unfinished ones cost.
 
-    A completion depends on weights, prompt, key and sampling. What else is computed beside it moves logits by rounding alone (in
-    fp32 on a CPU by up to about 1e-6 times their size), and a draw changes only where its uniform number lies that close to
-    the border of two tokens: about once in a million draws. In bf16, where logits move by 1e-2, completions are the same for the
-    same requests in the same order and ``batch_size``, and usually others where these differ.
+    A completion depends on weights, prompt, key and sampling. What else is computed beside it moves logits by rounding alone
+    (tests hold 1 row against 64 to 1e-5 of the largest logit in fp32), and a draw changes only where its uniform number lies that
+    close to the border of two tokens. In bf16, where rounding is coarse, completions are the same for the same requests in the
+    same order and ``batch_size``, and often others where these differ.
 
     Under FSDP2 all ranks run equally many forward passes: one that is done goes on with a token of no meaning.
 
