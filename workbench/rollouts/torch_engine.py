@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from workbench.errors import UserError, check_at_least
 from workbench.models.policy import evaluating
 from workbench.rollouts import room
+from workbench.rollouts.own_policy import OwnPolicyEngine
 from workbench.rollouts.sampling import draw, uniforms
 from workbench.rollouts.types import Request, Rollout, Sampling
 
@@ -36,7 +37,7 @@ class _Row:
     finish: Literal["stop", "length"] | None = None
 
 
-class TorchEngine:
+class TorchEngine(OwnPolicyEngine):
     """Draws from any causal language model whose cache holds keys and values.
 
     Each distinct prompt is read once and its cache shared out to its group. Prompts of similar lengths go together, padded on the
@@ -56,13 +57,6 @@ class TorchEngine:
     def __init__(self, batch_size: int = 64) -> None:
         check_at_least(1, method__engine__batch_size=batch_size)
         self.batch_size = batch_size
-        self.version = 0
-        self.policy: Policy | None = None
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens of prompt and completion together: the positions that the model knows."""
-        return getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
 
     def start(self, policy: "Policy", tokenizer: "PreTrainedTokenizerBase") -> None:
         """Takes the policy.
@@ -76,19 +70,6 @@ class TorchEngine:
                 "and values; use engine=vllm."
             )
         self.policy, self.tokenizer = policy, tokenizer
-
-    def sync_weights(self, policy: "Policy", version: int) -> None:
-        """Notes the version; the weights are the policy's own."""
-        self.policy, self.version = policy, version
-
-    def sleep(self) -> None:
-        """Nothing is held between calls."""
-
-    def wake(self) -> None:
-        """Nothing is held between calls."""
-
-    def close(self) -> None:
-        """Nothing was started."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from workbench.errors import UserError, check_at_least
 from workbench.models.attention import PREFIX
 from workbench.models.policy import evaluating
+from workbench.rollouts.own_policy import OwnPolicyEngine
 from workbench.rollouts.room import only_keys_and_values
 from workbench.rollouts.sampling import uniforms
 from workbench.rollouts.types import Request, Rollout, Sampling
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TransformersEngine:
+class TransformersEngine(OwnPolicyEngine):
     """``generate_batch`` of the policy's model.
 
     Args:
@@ -41,13 +42,6 @@ class TransformersEngine:
         checked = {"page_size": page_size, "num_pages": num_pages, "max_batch_tokens": max_batch_tokens}
         check_at_least(1, **{f"method__engine__{name}": value for name, value in checked.items()})
         self.page_size, self.num_pages, self.max_batch_tokens = page_size, num_pages, max_batch_tokens
-        self.version = 0
-        self.policy: Policy | None = None
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens of prompt and completion together: the positions that the model knows."""
-        return getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
 
     def start(self, policy: "Policy", tokenizer: "PreTrainedTokenizerBase") -> None:
         """Takes the policy.
@@ -64,19 +58,6 @@ class TransformersEngine:
             )
         log.info("engine=transformers: completions depend on the order of the requests, for draws are not keyed.")
         self.policy = policy
-
-    def sync_weights(self, policy: "Policy", version: int) -> None:
-        """Notes the version; the weights are the policy's own."""
-        self.policy, self.version = policy, version
-
-    def sleep(self) -> None:
-        """Nothing is held between calls."""
-
-    def wake(self) -> None:
-        """Nothing is held between calls."""
-
-    def close(self) -> None:
-        """Nothing was started."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
