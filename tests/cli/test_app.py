@@ -77,8 +77,16 @@ def test_cfg_prints_what_would_run(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["seed"] == 3
     assert main(["train", "--cfg", "hydra"]) == 0
     assert list(yaml.safe_load(capsys.readouterr().out)) == ["hydra"]
+
+
+def test_info_shows_what_hydra_knows_and_leaves_logging_as_it_was(capsys):
+    import logging
+
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
     assert main(["train", "--info", "defaults"]) == 0
     assert "optim/adamw" in capsys.readouterr().out
+    assert (list(root.handlers), root.level) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)

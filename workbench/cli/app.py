@@ -1,9 +1,10 @@
 """From a command's arguments to its work: flags, composition, check, then the command's own module."""
 
+import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TextIO
 
@@ -110,7 +111,20 @@ def _info(arguments: Arguments, name: str) -> int:
 
     hydra = Hydra(task_name="workbench", config_loader=config.make_loader(arguments.config_dir))
     try:
-        hydra.show_info(arguments.info, config_name=name, overrides=arguments.overrides)
+        with _logging_restored():
+            hydra.show_info(arguments.info, config_name=name, overrides=arguments.overrides)
     except Exception as error:
         raise UserError(config.explain(error, arguments.overrides)) from None
     return 0
+
+
+@contextlib.contextmanager
+def _logging_restored() -> Iterator[None]:
+    """Hydra shows itself through a handler of its own, which would stay on, keep the stdout of now and print everything."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
