@@ -163,6 +163,22 @@ def test_few_logits_are_formed_at_once_and_many_in_pieces(monkeypatch):
     assert taken
 
 
+@pytest.mark.parametrize("kept", [0, 7 * V, 12 * V, 10**9])
+def test_slopes_that_wait_are_those_that_would_be_formed_again(monkeypatch, small_pieces, kept):
+    monkeypatch.setattr(logps, "_FEW", 0)
+    monkeypatch.setattr(logps, "_KEPT", kept)
+    formed = []
+    monkeypatch.setattr(logps, "_slope", lambda *args, slope=logps._slope: formed.append(1) or slope(*args))
+    grads = []
+    for chunked in (True, "auto"):
+        hidden, head, targets = rig(dtype=torch.float32)
+        stats = token_logps(hidden, head, targets, chunked=chunked, temperature=0.7)
+        stats.logps.square().sum().backward()
+        grads.append((stats.logps, hidden.grad, head.module.weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+    assert len(formed) == 2 * -(-T // 5)  # each once, before or in the backward pass
+
+
 def processed(logits, *, temperature=1.0, penalty=1.0, seen=None, keep=None):
     """Distribution of one position, spelt out in fp64."""
     z = logits.double().clone()

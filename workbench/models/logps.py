@@ -1,10 +1,12 @@
 """Log-probabilities of target tokens from hidden states: the LM head and what follows it.
 
 The logits of all tokens together, ``[T, V]``, are what costs the most memory in training, and nothing needs them whole: a token's
-log-probability is one logit minus the logarithm of a sum. `token_logps` forms them in pieces, keeps one number a token, and forms
-them again in the backward pass (where the head is frozen it keeps the gradient of the hidden state, which needs no second pass).
+log-probability is one logit minus the logarithm of a sum. `token_logps` forms them in pieces and keeps one number a token. For the
+backward pass it keeps the slopes of as many pieces as fit a bound, and forms the others again (where the head is frozen it keeps
+the gradient of the hidden state, which needs no second pass).
 """
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from workbench.errors import UserError
 
 _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
 _FEW = 2**24  # logits that are formed at once: 64 MiB in fp32
+_KEPT = 2**26  # slopes of logits that may wait for the backward pass: 256 MiB in fp32
 Chunked = bool | Literal["auto"]
 Support = tuple[Tensor, Tensor]
 """Tokens that could be drawn for each of T outputs: token ids end to end ``[K]``, and how many each has ``[T]``. One with 0
@@ -178,8 +181,8 @@ def token_logps(
         targets: token ids ``[T]``.
         temperature: divides the logits.
         want: any further fields of `TokenStats`.
-        chunked: form the logits in pieces, so that memory does not grow with T x V; False forms them at once, which spares the
-            second pass; ``auto`` does that as long as they are few.
+        chunked: form the logits in pieces, and again in the backward pass, so that memory does not grow with T x V; False forms
+            them at once; ``auto`` does that as long as they are few, and spares the second pass as far as a bound allows.
         entropy_grad: let the entropy carry a gradient, ``d H / d z = -p (log p + H)``.
         repetition_penalty: divides positive logits (multiplies negative ones) of the tokens in ``seen``, before all else.
         seen: the tokens before each target; needed where there is a penalty.
@@ -198,7 +201,8 @@ def token_logps(
     if head.is_plain:
         names = [name for name in STATS if name == "logps" or name in want]
         weight, bias = head.module.weight, head.module.bias
-        values = _HeadStats.apply(hidden, weight, bias, targets, head, temperature, tuple(names))
+        kept = _KEPT if chunked == "auto" else 0
+        values = _HeadStats.apply(hidden, weight, bias, targets, head, temperature, tuple(names), kept)
         return TokenStats(**dict(zip(names, values, strict=True)))
     # Some other layer: its own forward, piece by piece, and again in the backward pass.
     rows = max(1, _PIECE // getattr(head.module, "out_features", 2**17))
@@ -318,6 +322,7 @@ class _HeadStats(torch.autograd.Function):
         head: Head,
         temperature: float,
         names: tuple[str, ...],
+        room: int,
     ) -> tuple[Tensor, ...]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -326,7 +331,7 @@ class _HeadStats(torch.autograd.Function):
         trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not trains_head
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        parts, kept = [], []
+        parts, kept, slopes = [], [], []
         with torch.autocast(device, enabled=False):
             for h, t in _pieces(hidden, targets, len(weight)):
                 logits = head.shape(nn.functional.linear(h.to(dtype), matrix, offset).float())
@@ -334,7 +339,12 @@ class _HeadStats(torch.autograd.Function):
                 parts.append([getattr(stats, name) for name in names])
                 if keep:
                     kept.append((_slope(logits, t, head, temperature).to(dtype) @ matrix).to(hidden.dtype))
-        ctx.save_for_backward(hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None)
+                elif trains_head and logits.numel() <= room:
+                    room -= logits.numel()
+                    slopes.append(_slope(logits, t, head, temperature).to(dtype))
+        ctx.save_for_backward(
+            hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None, *slopes
+        )
         values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(*(v for name, v in zip(names, values, strict=True) if name != "logps"))
         return values
@@ -342,20 +352,22 @@ class _HeadStats(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, kept, *slopes = ctx.saved_tensors
         if kept is not None:
-            return (kept * grad[:, None]).to(kept.dtype), None, None, None, None, None, None
+            return (kept * grad[:, None]).to(kept.dtype), None, None, None, None, None, None, None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if need_bias else None
         start = 0
-        for h, t in _pieces(hidden, targets, len(weight)):
+        for (h, t), kept in itertools.zip_longest(_pieces(hidden, targets, len(weight)), slopes):
             stop = start + len(h)
             own = h.to(ctx.dtype)
-            logits = ctx.head.shape(nn.functional.linear(own, matrix, offset).float())
-            slope = _slope(logits, t, ctx.head, ctx.temperature).mul_(grad[start:stop, None])
+            if kept is None:
+                logits = ctx.head.shape(nn.functional.linear(own, matrix, offset).float())
+                kept = _slope(logits, t, ctx.head, ctx.temperature)
+            slope = kept * grad[start:stop, None]
             low = slope.to(ctx.dtype)
             if need_hidden:
                 grad_hidden[start:stop] = (low @ matrix).to(hidden.dtype)
@@ -365,7 +377,7 @@ class _HeadStats(torch.autograd.Function):
                 grad_bias += slope.sum(0)
             start = stop
         grads = (grad_hidden, *(g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)))
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
