@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.errors import UserError, check_at_least
 from workbench.models.policy import evaluating
+from workbench.models.prepacked import prepacked
 from workbench.rollouts import room
 from workbench.rollouts.own_policy import OwnPolicyEngine
 from workbench.rollouts.sampling import draw, uniforms
@@ -80,7 +81,7 @@ class TorchEngine(OwnPolicyEngine):
         """
         rows = [self._row(request, index, sampling) for index, request in enumerate(requests)]
         forwards = _Forwards(self.policy)
-        with evaluating(self.policy):
+        with evaluating(self.policy), prepacked(self.policy, max((row.bound for row in rows), default=0)):
             for wave in _waves(rows, self.batch_size):
                 self._write(wave, sampling, forwards)
             forwards.finish()
