@@ -175,8 +175,16 @@ def test_slopes_that_wait_are_those_that_would_be_formed_again(monkeypatch, smal
         stats = token_logps(hidden, head, targets, chunked=chunked, temperature=0.7)
         stats.logps.square().sum().backward()
         grads.append((stats.logps, hidden.grad, head.module.weight.grad))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in zip(*grads, strict=True))
     assert len(formed) == 2 * -(-T // 5)  # each once, before or in the backward pass
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 300, 4096])
+def test_the_most_likely_token(vocabulary):
+    values = torch.randint(0, 9, (64, vocabulary)).float()  # with ties, of which the first counts
+    values[0] = float("-inf")
+    assert torch.equal(logps._top1(values), values.argmax(-1))
 
 
 def processed(logits, *, temperature=1.0, penalty=1.0, seen=None, keep=None):

@@ -235,11 +235,16 @@ def execution(cfg: DictConfig, node: Mapping[str, Any]) -> "Execution":
         max_epochs=trainer.get("max_epochs"),
         max_steps=trainer.get("max_steps") if trainer.get("max_steps") is not None else -1,
         limit_train_batches=trainer.get("limit_train_batches"),
-        layout=method.get("layout") or "padded",
+        layout=_expected_layout(method.get("layout")),
         pad_to_multiple_of=method.get("pad_to_multiple_of"),
         windows={name: method[name] for name in _WINDOWS} if _is_online(method) else None,
         longest=method.get("max_completion_length") or 0,
     )
+
+
+def _expected_layout(layout: str | None) -> str:
+    """What ``auto`` comes to on the models that are known; only a built model can tell."""
+    return "shared" if layout == "auto" else layout or "padded"
 
 
 _WINDOWS = ("num_generations", "steps_per_generation", "num_iterations")

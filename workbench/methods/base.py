@@ -76,7 +76,7 @@ class Method(L.LightningModule):
         scheduler: SchedulerFactory | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         disable_dropout: bool = True,
-        layout: Layout | Literal["auto"] = "padded",
+        layout: Layout | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
         chunked_head: bool | Literal["auto"] = "auto",
         scope: Scope = "step",
@@ -247,8 +247,11 @@ class Method(L.LightningModule):
             self._log_step(self.trainer.global_step + 1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; DeepSpeed, which calls it for every micro-batch, knows the norm only after its own step."""
+        """As Lightning's, and gradients go at once: Lightning would keep them until after the next forward pass. DeepSpeed, which
+        calls it for every micro-batch, knows the norm only after its own step."""
         super().optimizer_step(*args, **kwargs)
+        if not is_deepspeed(self.trainer.strategy):
+            self.trainer.optimizers[0].zero_grad()
         if self._closing and is_deepspeed(self.trainer.strategy):
             norm = self.trainer.strategy.deepspeed_engine.get_global_grad_norm()
             self._finish_step(float("nan") if norm is None else float(norm))

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from workbench.errors import UserError
 
 _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
-_FEW = 2**24  # logits that are formed at once: 64 MiB in fp32
+_FEW = 2**20  # logits that are formed at once: 4 MiB in fp32
+_BLOCK = 128
 _KEPT = 2**26  # slopes of logits that may wait for the backward pass: 256 MiB in fp32
 Chunked = bool | Literal["auto"]
 Support = tuple[Tensor, Tensor]
@@ -223,14 +224,35 @@ def _piece(hidden: Tensor, targets: Tensor, head: Head, temperature: float, want
 
 def _stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> TokenStats:
     """Statistics of logits ``[T, V]``."""
+    return _stats_and_probs(logits, targets, want)[0]
+
+
+def _stats_and_probs(
+    logits: Tensor, targets: Tensor, want: Collection[str], keep: bool = False
+) -> tuple[TokenStats, Tensor | None]:
+    """Statistics of logits ``[T, V]`` and, if ``keep``, the probabilities ``[T, V]``."""
     logps = torch.log_softmax(logits, dim=-1)
     stats = TokenStats(logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
     with torch.no_grad():
-        stats.entropy = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
-        stats.top1 = logps.argmax(-1) if "top1" in want else None
+        probs = logps.exp() if keep or "entropy" in want else None
+        stats.entropy = -(probs * logps).sum(-1) if "entropy" in want else None
+        stats.top1 = _top1(logps) if "top1" in want else None
         stats.mean_logit = logits.mean(-1) if "mean_logit" in want else None
         stats.log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
-    return stats
+    return stats, probs if keep else None
+
+
+def _top1(values: Tensor) -> Tensor:
+    """``values.argmax(-1)`` ``[T]`` of ``[T, V]``: on a CPU a maximum per block of V comes first, since finding the place of one in
+    a long row takes six times as long as finding it."""
+    count = values.shape[-1] // _BLOCK
+    if values.device.type != "cpu" or count == 0:
+        return values.argmax(-1)
+    blocks, rest = values[:, : count * _BLOCK].unflatten(-1, (count, _BLOCK)), values[:, count * _BLOCK :]
+    best = torch.cat([blocks.amax(-1), rest], dim=-1).argmax(-1)
+    block = best.clamp(max=count - 1)
+    within = blocks[torch.arange(len(values)), block].argmax(-1)
+    return torch.where(best < count, block * _BLOCK + within, best - count + count * _BLOCK)
 
 
 def processed_logps(
@@ -335,13 +357,15 @@ class _HeadStats(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for h, t in _pieces(hidden, targets, len(weight)):
                 logits = head.shape(nn.functional.linear(h.to(dtype), matrix, offset).float())
-                stats = _stats(logits / temperature, t, names)
+                waits = trains_head and logits.numel() <= room
+                scaled = logits / temperature if temperature != 1.0 else logits
+                stats, probs = _stats_and_probs(scaled, t, names, keep=keep or waits)
                 parts.append([getattr(stats, name) for name in names])
                 if keep:
-                    kept.append((_slope(logits, t, head, temperature).to(dtype) @ matrix).to(hidden.dtype))
-                elif trains_head and logits.numel() <= room:
+                    kept.append((_slope(logits, t, head, temperature, probs).to(dtype) @ matrix).to(hidden.dtype))
+                elif waits:
                     room -= logits.numel()
-                    slopes.append(_slope(logits, t, head, temperature).to(dtype))
+                    slopes.append(_slope(logits, t, head, temperature, probs).to(dtype))
         ctx.save_for_backward(
             hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None, *slopes
         )
@@ -366,7 +390,8 @@ class _HeadStats(torch.autograd.Function):
             own = h.to(ctx.dtype)
             if kept is None:
                 logits = ctx.head.shape(nn.functional.linear(own, matrix, offset).float())
-                kept = _slope(logits, t, ctx.head, ctx.temperature)
+                probs = torch.softmax(logits / ctx.temperature if ctx.temperature != 1.0 else logits, dim=-1)
+                kept = _slope(logits, t, ctx.head, ctx.temperature, probs)
             slope = kept * grad[start:stop, None]
             low = slope.to(ctx.dtype)
             if need_hidden:
@@ -393,9 +418,9 @@ def _pieces(hidden: Tensor, targets: Tensor, vocabulary: int) -> Any:
     return zip(hidden.split(rows), targets.split(rows), strict=True)
 
 
-def _slope(logits: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
-    """Derivative of each target's log-probability by the products of hidden states and head ``[T, V]``; overwrites nothing."""
-    slope = torch.softmax(logits / temperature if temperature != 1.0 else logits, dim=-1).neg_()
+def _slope(logits: Tensor, targets: Tensor, head: Head, temperature: float, probs: Tensor) -> Tensor:
+    """Derivative of each target's log-probability by the products of hidden states and head ``[T, V]``; overwrites ``probs``."""
+    slope = probs.neg_()
     slope.scatter_add_(-1, targets.unsqueeze(-1), slope.new_ones(len(targets), 1))
     factor = head.slope(logits)
     if temperature != 1.0:
