@@ -1,8 +1,8 @@
 """workbench beside TRL and plain PyTorch: ``python -m tests.benchmarks.against_trl [case...]``.
 
-Needs ``trl==1.16.0``, in this environment or in one given by ``--trl-python``. Each side is a process of its own with two threads,
-on the same model and the same rows, in fp32. They alternate, unit by unit, so that what else the machine does meets all of them;
-the median of the ratios of neighbouring units counts. Losses are compared step by step.
+Needs ``trl==1.16.0``, in this environment or in one given by ``--trl-python``. Each side is a process of its own with two
+threads, on the same model and the same rows, in fp32. They alternate, unit by unit, so that what else the machine does meets
+all of them; the median of the ratios of neighbouring units counts. Losses are compared step by step.
 """
 
 import argparse

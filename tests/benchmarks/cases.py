@@ -59,6 +59,14 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
 
 def words(rng: random.Random, count: int) -> str:
     """``count`` words."""
@@ -133,15 +141,17 @@ def _chats(count: int) -> Callable[[int], list[Row]]:
         made = []
         for _ in range(count):
             roles = ["user", "assistant"] * rng.randint(1, 3)
-            made.append({"messages": [{"role": r, "content": " ".join(rng.choices(known, k=rng.randint(4, 24)))} for r in roles]})
+            texts = [" ".join(rng.choices(known, k=rng.randint(4, 24))) for _ in roles]
+            made.append({"messages": [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]})
         return made
 
     return rows
 
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>{% endgeneration %}"
-    "{% else %}{{ m.content }}<end>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>"
+    "{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
 
@@ -175,9 +185,7 @@ CASES = {
     ),
     "dpo_long_prompt": Case("DPO, prompt 512, completions 128, 4 pairs", "dpo", _pairs(512, 128, 4), 4, (3.5, 1.5, 2)),
     "dpo_short_prompt": Case("DPO, prompt 128, completions 256, 4 pairs", "dpo", _pairs(128, 256, 4), 4, (2.5, 1.1, 2)),
-    "kto": Case(
-        "KTO, prompt 256, completion 128, 8 rows", "kto", _completions([(256, 128)] * 8, labels=True), 8, (2, 1.3, 1.5)
-    ),
+    "kto": Case("KTO, prompt 256, completion 128, 8 rows", "kto", _completions([(256, 128)] * 8, labels=True), 8, (2, 1.3, 1.5)),
     "reward": Case("reward, prompt 512, completions 64, 4 pairs", "reward", _pairs(512, 64, 4), 4, (1.7, 1.6, 1.5)),
     "grpo": Case(
         "GRPO training part, prompt 256, 2 groups of 8 x 64, two iterations",
@@ -204,7 +212,7 @@ CASES = {
         (2, None, None),
         ours=["data.packing=bfd", "data.max_length=1024", "data.num_proc=2"],
         theirs={"packing": True, "max_length": 1024, "dataset_num_proc": 2},
-        model={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        model=SMALL,
         prepares=True,
     ),
     "vocabulary": Case(
@@ -213,14 +221,7 @@ CASES = {
         _texts([8192]),
         1,
         (1, 1, 2),
-        model={
-            "vocab_size": 131_072,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-        },
+        model=SMALL | {"vocab_size": 131_072},
     ),
 }
 
@@ -244,7 +245,8 @@ def write(case: Case, folder: Path, steps: int) -> None:
     tokenizer.chat_template = TEMPLATE if case.prepares else None
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = LlamaConfig(**options, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, num_labels=1)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = LlamaConfig(**options, **special, num_labels=1)
     kind = LlamaForSequenceClassification if case.method == "reward" else LlamaForCausalLM
     kind(config).save_pretrained(folder / "model")
     with (folder / "rows.jsonl").open("w") as file:

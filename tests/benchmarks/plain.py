@@ -129,5 +129,3 @@ def _grpo(
 
         for iteration in range(case.steps):
             yield lambda begins=iteration == 0, step=step: step(begins)
-
-

@@ -1,9 +1,9 @@
 """Log-probabilities of target tokens from hidden states: the LM head and what follows it.
 
 The logits of all tokens together, ``[T, V]``, are what costs the most memory in training, and nothing needs them whole: a token's
-log-probability is one logit minus the logarithm of a sum. `token_logps` forms them in pieces and keeps one number a token. For the
-backward pass it keeps the slopes of as many pieces as fit a bound, and forms the others again (where the head is frozen it keeps
-the gradient of the hidden state, which needs no second pass).
+log-probability is one logit minus the logarithm of a sum. `token_logps` forms them in pieces and keeps one number a token. For
+the backward pass it keeps the slopes of as many pieces as fit a bound, and forms the others again (where the head is frozen it
+keeps the gradient of the hidden state, which needs no second pass).
 """
 
 import itertools
@@ -243,8 +243,8 @@ def _stats_and_probs(
 
 
 def _top1(values: Tensor) -> Tensor:
-    """``values.argmax(-1)`` ``[T]`` of ``[T, V]``: on a CPU a maximum per block of V comes first, since finding the place of one in
-    a long row takes six times as long as finding it."""
+    """``values.argmax(-1)`` ``[T]`` of ``[T, V]``. On a CPU a maximum per block of V comes first: an argmax over a long row takes
+    several times as long as a maximum."""
     count = values.shape[-1] // _BLOCK
     if values.device.type != "cpu" or count == 0:
         return values.argmax(-1)
@@ -366,9 +366,7 @@ class _HeadStats(torch.autograd.Function):
                 elif waits:
                     room -= logits.numel()
                     slopes.append(_slope(logits, t, head, temperature, probs).to(dtype))
-        ctx.save_for_backward(
-            hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None, *slopes
-        )
+        ctx.save_for_backward(hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None, *slopes)
         values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(*(v for name, v in zip(names, values, strict=True) if name != "logps"))
         return values
