@@ -5,6 +5,7 @@ its completions are scored, compared with the reference, and then trained for as
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,6 +93,7 @@ class Online(Generating):
             )
         self.completions_table = CompletionsTable(log_completions_every_n_steps, num_completions_to_print)
         self.window: Window | None = None
+        self.generated_tokens, self.generation_seconds = 0, 0.0  # of this rank, since the start
         self._restored: dict[str, float | None] | None = None  # what a window out of a checkpoint was drawn with
         self._without_spread = 0
 
@@ -224,7 +226,10 @@ class Online(Generating):
         asked = [rows[i] for i in mine], [index[i] for i in mine]
         with failing_together(strategy):
             with self.trainer.precision_plugin.forward_context():  # as it is trained
+                started = time.perf_counter()
                 own = rollouts.answer(self.engine, *asked, self.sampling, self.tokenizer, **options)
+            self.generation_seconds += time.perf_counter() - started
+            self.generated_tokens += sum(len(rollout.token_ids) for group in own for rollout in group.rollouts)
             results = self.score(own).split(self.num_generations)
         both = [(i, group, part) for i, group, part in zip(mine, own, results, strict=True)]
         found = sorted((item for part in gather(both, strategy) for item in part), key=lambda item: item[0])

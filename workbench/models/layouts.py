@@ -21,6 +21,7 @@ class ModelInputs:
         attention_mask: ``[B, L]``; with a forest, which says what each token sees, of no meaning.
         position_ids: ``[B, L]``.
         index: for every token of the micro-batch its place in the flattened ``[B * L]``, ``[N]``.
+        tokens: places that hold a token.
         forest: the segments of a row that holds several; None for padded rows.
         real: 1 for tokens, 0 for padding ``[B, L]``; None: no padding.
     """
@@ -29,8 +30,18 @@ class ModelInputs:
     attention_mask: Tensor
     position_ids: Tensor
     index: Tensor
+    tokens: int
     forest: Forest | None = None
     real: Tensor | None = None
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        if self.forest is None:
+            rows, length = self.input_ids.shape
+            return rows * length * (length + 1) // 2
+        lengths = self.forest.lengths
+        before = [sum(lengths[s] for s in self.forest.context(segment)) for segment in range(len(lengths))]
+        return sum(n * b + n * (n + 1) // 2 for n, b in zip(lengths, before, strict=True))
 
 
 def sequences(batch: MicroBatch) -> list[list[int]]:
@@ -76,7 +87,7 @@ def _padded(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> Mo
         mask[b, : len(chain)] = 1
         index[chain] = torch.arange(len(chain), device=device) + b * length
     positions = torch.arange(length, device=device).expand(len(chains), -1)
-    return ModelInputs(input_ids, mask, positions, index, real=mask)
+    return ModelInputs(input_ids, mask, positions, index, sum(map(len, chains)), real=mask)
 
 
 def _packed(batch: MicroBatch, chains: list[Tensor], multiple: int | None) -> ModelInputs:
@@ -103,4 +114,4 @@ def _row(batch: MicroBatch, order: Tensor, forest: Forest, multiple: int | None)
     index = torch.zeros(len(batch.tokens), dtype=torch.int64, device=device)
     index[order] = torch.arange(total, device=device)
     real = (torch.arange(total + filler, device=device) < total)[None].long() if filler else None
-    return ModelInputs(input_ids[None], no_mask(device), torch.cat(positions)[None], index, forest, real)
+    return ModelInputs(input_ids[None], no_mask(device), torch.cat(positions)[None], index, total, forest, real)

@@ -20,6 +20,7 @@ from workbench.models import attention
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
+from workbench.models.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Policy(nn.Module):
         self.hf = hf
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.work = Work()
         _check_supported(hf, self.causal_lm)
         self.takes_forest = layout != "padded" and attention.install(self.causal_lm)
         if layout == "shared" and not self.takes_forest:
@@ -141,6 +143,8 @@ class Policy(nn.Module):
             entropy_grad: let ``entropy`` carry a gradient.
         """
         inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
+        if torch.is_grad_enabled() and not batch.is_empty:
+            self.work.add(inputs, len(batch.outputs) if TOKEN_STATS & set(want) else 0)
         hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
         hidden = hidden.flatten(0, 1)
         out = PolicyOutput()
