@@ -1,11 +1,12 @@
 """Throughput: what is counted, what it costs, and by which clock."""
 
+import lightning as L
 import pytest
 import torch
 from support import DATA, MODEL
 
 import workbench
-from workbench.callbacks.throughput import Share, Stopwatch, rates
+from workbench.callbacks.throughput import Share, Stopwatch, Throughput, rates
 from workbench.data.batch import MicroBatch, Role
 from workbench.losses.reduce import Normalisers
 from workbench.models.peft import PeftSpec, apply_peft
@@ -116,3 +117,21 @@ def test_a_window_is_counted_where_it_is_written(tmp_path):
     steps = run(tmp_path, *online, *windows, "trainer.max_steps=8", "data.eval=null")
     generated = steps.dropna(subset=["train/loss"])["train/throughput/generated"]
     assert list(generated.notna()) == [True, False, False, False] * 2
+
+
+def test_a_checkpoint_that_an_earlier_callback_saves_costs_that_steps_rates_alone(tmp_path, monkeypatch):
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+    whole = Throughput.on_train_batch_end
+    monkeypatch.setattr(
+        Throughput,
+        "on_train_batch_end",
+        lambda self, trainer, *args: (Saves().on_train_batch_end(trainer, *args), whole(self, trainer, *args))[1],
+    )
+    sft = ["model=hf", f"model.name={MODEL}", "data=file", f"data.train={DATA / 'prompt_completion.jsonl'}"]
+    steps = run(tmp_path, *sft, "data.batch_size=4", "trainer.max_steps=3")
+    assert list(steps["step"]) == [1, 2, 3]
+    assert list(steps["train/throughput/forwarded"].notna()) == [True, False, True]

@@ -42,6 +42,7 @@ DEFAULTS_OF = {
     "workbench.callbacks.checkpoint.Checkpoint": "callbacks/default.yaml",
     "workbench.callbacks.interrupt.GracefulStop": "callbacks/default.yaml",
     "workbench.callbacks.samples.GenerationSamples": "callbacks/samples.yaml",
+    "workbench.callbacks.throughput.Throughput": "callbacks/throughput.yaml",
     "workbench.callbacks.early_stopping.EarlyStopping": "callbacks/early_stopping.yaml",
     "workbench.callbacks.averaging.EMA": "callbacks/ema.yaml",
     "workbench.callbacks.averaging.BEMA": "callbacks/bema.yaml",

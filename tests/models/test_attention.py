@@ -183,3 +183,9 @@ def test_an_empty_micro_batch_runs():
     assert out.logps.shape == (1,)
     (out.logps * policy.weights_of(MicroBatch.empty(NORM))).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "mistral"])
+def test_padding_further_than_a_window_behind_the_last_key_has_a_gradient(architecture):
+    """Prompt and completions share a bucket, and the shorter ones' padding sees nothing."""
+    assert_equal(tiny_model(architecture, size="pico"), "shared", batch_of(group(24, 4, 6, seed=3)))

@@ -141,11 +141,12 @@ class Throughput(L.Callback):
         if not batch.closes_step:
             return
         written, passes = _written(pl_module), self._watch.take()
-        now = time.perf_counter()
-        own = Share(pl_module.policy.work.take(), passes, now - self._last)
-        own.generated, own.generating = written[0] - self._written[0], written[1] - self._written[1]
+        now, last, work, found = time.perf_counter(), self._last, pl_module.policy.work.take(), {}
+        if last is not None:  # else a callback before this one has saved a checkpoint, on every rank: the time would hold that
+            own = Share(work, passes, now - last, written[0] - self._written[0], written[1] - self._written[1])
+            found = rates(gather(own, trainer.strategy), self._cost, self._peak)
         self._last, self._written = now, written
-        found = rates(gather(own, trainer.strategy), self._cost, self._peak)
+        # Logged without rates too: Lightning would give this hook's earlier step to the row.
         values = {f"train/throughput/{name}": value for name, value in found.items()}
         pl_module.log_dict({**values, "step": float(trainer.global_step)}, on_step=True, on_epoch=False, batch_size=1)
 

@@ -61,7 +61,11 @@ class Bucket:
         before = torch.tensor(self.before[:1] if same else self.before, device=device)
         query = before[:, None, None, None] + torch.arange(self.queries.shape[1], device=device)[:, None]
         distance = query - torch.arange(self.keys.shape[1], device=device)
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if window is None:
+            return distance >= 0
+        # Padding may lie further than a window behind the last key, and a softmax over nothing has no gradient but NaN.
+        seen = (distance >= 0) & (distance < window)
+        return seen | ~seen.any(-1, keepdim=True)
 
 
 @dataclass

@@ -143,16 +143,18 @@ class Policy(nn.Module):
             entropy_grad: let ``entropy`` carry a gradient.
         """
         inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
-        if torch.is_grad_enabled() and not batch.is_empty:
-            self.work.add(inputs, len(batch.outputs) if TOKEN_STATS & set(want) else 0)
         hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
         hidden = hidden.flatten(0, 1)
         out = PolicyOutput()
         if "scores" in want:
             out.scores = self._scores(hidden[inputs.index[batch.ends() if at is None else at]])
+        outputs = 0
         if TOKEN_STATS & set(want):
             predicting = hidden[inputs.index[batch.predictors()]]
+            outputs = len(predicting)  # `batch.outputs` would make the host wait for the device once more
             out.hidden = predicting if "hidden" in want else None
+        if torch.is_grad_enabled() and not batch.is_empty:
+            self.work.add(inputs, outputs)
         if TOKEN_STATS & set(want) - {"hidden"}:
             targets = batch.tokens[batch.outputs]
             options = {"temperature": temperature, "want": want, "chunked": self.chunked_head, "entropy_grad": entropy_grad}
