@@ -41,12 +41,20 @@ class Gate:
             self.say(seconds=time.perf_counter() - self.started)
 
     def end(self, losses: Sequence[float]) -> None:
-        """After the last one. ``ru_maxrss`` counts kilobytes."""
-        self.say(losses=list(losses), peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        """After the last one."""
+        self.say(losses=list(losses), peak=_peak())
 
     def say(self, **values: Any) -> None:
         """Answers."""
         print(json.dumps(values), file=self.out)
+
+
+def _peak() -> int:
+    """The most memory that this process has held, in bytes. (``ru_maxrss`` starts at what the parent has held.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024  # from kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _tokens(dataset: Any) -> float:

@@ -42,9 +42,16 @@ def adamw(
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of matrices (per unit of learning rate); vectors never decay.
-        fused: use the fused kernel (null: torch decides).
+        fused: use the fused kernel (null: on a CPU, where torch would loop over the parameters; elsewhere torch decides).
     """
-    return AdamW(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused)
+    groups = list(params)
+    if fused is None and all(p.device.type == "cpu" and p.is_floating_point() for g in groups for p in g["params"]):
+        fused = True
+    optimizer = AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused)
+    # A fused kernel could undo a gradient scaler's factor itself, and Lightning then refuses to clip; a scaler that is told
+    # otherwise does it before the step.
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 Schedule = Literal[

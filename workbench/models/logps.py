@@ -234,11 +234,15 @@ def _stats_and_probs(
     logps = torch.log_softmax(logits, dim=-1)
     stats = TokenStats(logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
     with torch.no_grad():
-        probs = logps.exp() if keep or "entropy" in want else None
-        stats.entropy = -(probs * logps).sum(-1) if "entropy" in want else None
         stats.top1 = _top1(logps) if "top1" in want else None
         stats.mean_logit = logits.mean(-1) if "mean_logit" in want else None
         stats.log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
+        free = not logps.requires_grad  # then its memory serves for what follows, which new memory would slow down
+        if "entropy" in want:
+            probs = logps.exp()
+            stats.entropy = -(logps.mul_(probs) if free else logps * probs).sum(-1)
+        else:
+            probs = (logps.exp_() if free else logps.exp()) if keep else None
     return stats, probs if keep else None
 
 
@@ -385,19 +389,18 @@ class _HeadStats(torch.autograd.Function):
         start = 0
         for (h, t), kept in itertools.zip_longest(_pieces(hidden, targets, len(weight)), slopes):
             stop = start + len(h)
-            own = h.to(ctx.dtype)
             if kept is None:
-                logits = ctx.head.shape(nn.functional.linear(own, matrix, offset).float())
+                logits = ctx.head.shape(nn.functional.linear(h.to(ctx.dtype), matrix, offset).float())
                 probs = torch.softmax(logits / ctx.temperature if ctx.temperature != 1.0 else logits, dim=-1)
                 kept = _slope(logits, t, ctx.head, ctx.temperature, probs)
-            slope = kept * grad[start:stop, None]
-            low = slope.to(ctx.dtype)
+            low = kept.to(ctx.dtype)
+            factor = grad[start:stop, None]  # of each token; it goes to the narrow side of the products
             if need_hidden:
-                grad_hidden[start:stop] = (low @ matrix).to(hidden.dtype)
+                grad_hidden[start:stop] = (low @ matrix) * factor
             if need_weight:
-                _add_product(grad_weight, low, own)
+                _add_product(grad_weight, low, (h * factor).to(ctx.dtype))
             if need_bias:
-                grad_bias += slope.sum(0)
+                grad_bias.addmv_(kept.float().T, grad[start:stop])
             start = stop
         grads = (grad_hidden, *(g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)))
         return (*grads, None, None, None, None, None)
