@@ -270,13 +270,13 @@ _layouts(
     "reward",
 )
 _layouts("dropout_left_on", "policy:disable_dropout", "setattr(module, name, 0.0)", "pass", "sft")
-_layouts("entropy_sign", "logps:_stats_and_probs", "-(logps.mul_(probs)", "(logps.mul_(probs)", "sft")
+_layouts("entropy_sign", "logps:_stats_and_probs", "-torch.mul(probs", "torch.mul(probs", "sft")
 _layouts("mean_logit_of_probabilities", "logps:_stats_and_probs", "logits.mean(-1)", "logps.mean(-1)", "dpo")
 _layouts(
     "head_forgets_its_gradient",
     "logps:_HeadStats.backward",
-    "_add_product(grad_weight, low, (h * factor)",
-    "_add_product(grad_weight, low, 0.5 * (h * factor)",
+    "_add_product(grad_weight, slope, (h * factor)",
+    "_add_product(grad_weight, slope, 0.5 * (h * factor)",
     "sft/chunked_head",
 )
 

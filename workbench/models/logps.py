@@ -6,8 +6,7 @@ the backward pass it keeps the slopes of as many pieces as fit a bound, and form
 keeps the gradient of the hidden state, which needs no second pass).
 """
 
-import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -228,21 +227,22 @@ def _stats(logits: Tensor, targets: Tensor, want: Collection[str]) -> TokenStats
 
 
 def _stats_and_probs(
-    logits: Tensor, targets: Tensor, want: Collection[str], keep: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    want: Collection[str],
+    keep: bool = False,
+    spare: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[TokenStats, Tensor | None]:
-    """Statistics of logits ``[T, V]`` and, if ``keep``, the probabilities ``[T, V]``."""
-    logps = torch.log_softmax(logits, dim=-1)
+    """Statistics of logits ``[T, V]`` and, if ``keep``, the probabilities ``[T, V]``, the second of two arrays that are
+    ``spare``; without a gradient if these are given."""
+    logps = torch.log_softmax(logits, dim=-1, out=spare[0])
     stats = TokenStats(logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
     with torch.no_grad():
         stats.top1 = _top1(logps) if "top1" in want else None
         stats.mean_logit = logits.mean(-1) if "mean_logit" in want else None
         stats.log_collision = (2 * logps).logsumexp(-1) if "log_collision" in want else None
-        free = not logps.requires_grad  # then its memory serves for what follows, which new memory would slow down
-        if "entropy" in want:
-            probs = logps.exp()
-            stats.entropy = -(logps.mul_(probs) if free else logps * probs).sum(-1)
-        else:
-            probs = (logps.exp_() if free else logps.exp()) if keep else None
+        probs = torch.exp(logps, out=spare[1]) if keep or "entropy" in want else None
+        stats.entropy = -torch.mul(probs, logps, out=spare[0]).sum(-1) if "entropy" in want else None
     return stats, probs if keep else None
 
 
@@ -353,57 +353,107 @@ class _HeadStats(torch.autograd.Function):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         dtype = head.dtype or dtype
-        ctx.head, ctx.temperature, ctx.dtype, ctx.has_bias = head, temperature, dtype, bias is not None
+        ctx.head, ctx.temperature, ctx.dtype = head, temperature, dtype
+        ctx.rows = rows = max(1, _PIECE // len(weight))
         trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not trains_head
-        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        parts, kept, slopes = [], [], []
+        waiting = min(len(hidden), room // len(weight) // rows * rows) if trains_head else 0
+        slopes = torch.empty(waiting, len(weight), dtype=dtype, device=hidden.device)
+        kept = torch.empty_like(hidden) if keep else None
+        kinds = {name: torch.int64 if name == "top1" else torch.float32 for name in names}
+        values = {name: torch.empty(len(hidden), dtype=kind, device=hidden.device) for name, kind in kinds.items()}
         with torch.autocast(device, enabled=False):
-            for h, t in _pieces(hidden, targets, len(weight)):
-                logits = head.shape(nn.functional.linear(h.to(dtype), matrix, offset).float())
-                waits = trains_head and logits.numel() <= room
-                scaled = logits / temperature if temperature != 1.0 else logits
-                stats, probs = _stats_and_probs(scaled, t, names, keep=keep or waits)
-                parts.append([getattr(stats, name) for name in names])
+            products = _Products(weight.to(dtype), None if bias is None else bias.to(dtype), head, temperature, rows)
+            for piece in products.pieces(len(hidden), waiting):
+                h, t = hidden[piece].to(dtype), targets[piece]
+                waits = piece.stop <= waiting
+                logits, scaled = products.logits(h)
+                spare = products.spare(slopes[piece] if waits else None, len(h))
+                stats, probs = _stats_and_probs(scaled, t, names, keep or waits, spare)
+                for name in names:
+                    values[name][piece] = getattr(stats, name)
                 if keep:
-                    kept.append((_slope(logits, t, head, temperature, probs).to(dtype) @ matrix).to(hidden.dtype))
+                    kept[piece] = _slope(logits, t, head, temperature, probs).to(dtype) @ products.matrix
                 elif waits:
-                    room -= logits.numel()
-                    slopes.append(_slope(logits, t, head, temperature, probs).to(dtype))
-        ctx.save_for_backward(hidden if trains_head else None, weight, bias, targets, torch.cat(kept) if keep else None, *slopes)
-        values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(*(v for name, v in zip(names, values, strict=True) if name != "logps"))
-        return values
+                    slopes[piece] = _slope(logits, t, head, temperature, probs)
+        ctx.save_for_backward(hidden if trains_head else None, weight, bias, targets, kept, slopes)
+        ctx.mark_non_differentiable(*(v for name, v in values.items() if name != "logps"))
+        return tuple(values.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept, *slopes = ctx.saved_tensors
+        hidden, weight, bias, targets, kept, slopes = ctx.saved_tensors
         if kept is not None:
             return (kept * grad[:, None]).to(kept.dtype), None, None, None, None, None, None, None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+        offset = None if bias is None else bias.to(ctx.dtype)
+        products = _Products(weight.to(ctx.dtype), offset, ctx.head, ctx.temperature, ctx.rows)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if need_bias else None
-        start = 0
-        for (h, t), kept in itertools.zip_longest(_pieces(hidden, targets, len(weight)), slopes):
-            stop = start + len(h)
-            if kept is None:
-                logits = ctx.head.shape(nn.functional.linear(h.to(ctx.dtype), matrix, offset).float())
-                probs = torch.softmax(logits / ctx.temperature if ctx.temperature != 1.0 else logits, dim=-1)
-                kept = _slope(logits, t, ctx.head, ctx.temperature, probs)
-            low = kept.to(ctx.dtype)
-            factor = grad[start:stop, None]  # of each token; it goes to the narrow side of the products
+        for piece in products.pieces(len(hidden), len(slopes)):
+            h, factor = hidden[piece], grad[piece, None]
+            if piece.stop <= len(slopes):
+                slope = slopes[piece]
+            else:
+                logits, scaled = products.logits(h.to(ctx.dtype))
+                probs = torch.softmax(scaled, dim=-1, out=products.spare(None, len(h))[1])
+                slope = _slope(logits, targets[piece], ctx.head, ctx.temperature, probs).to(ctx.dtype)
+            # The factor of each token goes to the narrow side of the products.
             if need_hidden:
-                grad_hidden[start:stop] = (low @ matrix) * factor
+                grad_hidden[piece] = (slope @ products.matrix) * factor
             if need_weight:
-                _add_product(grad_weight, low, (h * factor).to(ctx.dtype))
+                _add_product(grad_weight, slope, (h * factor).to(ctx.dtype))
             if need_bias:
-                grad_bias.addmv_(kept.float().T, grad[start:stop])
-            start = stop
+                grad_bias.addmv_(slope.float().T, grad[piece])
         grads = (grad_hidden, *(g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)))
         return (*grads, None, None, None, None, None)
+
+
+class _Products:
+    """Logits of a head, a piece at a time in the same memory: pieces that are allocated and freed one after the other, with
+    small results in between, leave holes in a CPU's heap that nothing fills.
+
+    Args:
+        matrix: ``[V, H]``.
+        bias: ``[V]``.
+        head: what shapes the products.
+        temperature: divides the logits.
+        rows: of a piece.
+    """
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None, head: Head, temperature: float, rows: int) -> None:
+        self.matrix, self.bias, self.head, self.temperature, self.rows = matrix, bias, head, temperature, rows
+        self._memory: dict[str, Tensor] = {}
+
+    def pieces(self, tokens: int, first: int) -> Iterator[slice]:
+        """All tokens, none of the pieces on both sides of ``first``."""
+        for start, stop in ((0, first), (first, tokens)):
+            for begin in range(start, stop, self.rows):
+                yield slice(begin, min(begin + self.rows, stop))
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[n, V]`` in fp32 as `Head.slope` reads them, and these by the temperature."""
+        out = self._reuse("products", len(hidden), self.matrix.dtype)
+        if self.bias is None:
+            torch.mm(hidden, self.matrix.T, out=out)
+        else:
+            torch.addmm(self.bias, hidden, self.matrix.T, out=out)
+        logits = self.head.shape(out if out.dtype == torch.float32 else self._reuse("logits", len(hidden)).copy_(out))
+        if self.temperature == 1.0:
+            return logits, logits
+        return logits, logits.div_(self.temperature) if self.head.softcap is None else logits / self.temperature
+
+    def spare(self, last: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory for two arrays ``[n, V]`` in fp32, the second of them ``last`` if that is one."""
+        fits = last is not None and last.dtype == torch.float32
+        return self._reuse("first", rows), last if fits else self._reuse("second", rows)
+
+    def _reuse(self, name: str, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if name not in self._memory or len(self._memory[name]) < rows:
+            self._memory[name] = torch.empty(rows, len(self.matrix), dtype=dtype, device=self.matrix.device)
+        return self._memory[name][:rows]
 
 
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
@@ -412,11 +462,6 @@ def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
         total.addmm_(slope.T, hidden)
     else:
         total.add_(slope.T @ hidden)
-
-
-def _pieces(hidden: Tensor, targets: Tensor, vocabulary: int) -> Any:
-    rows = max(1, _PIECE // vocabulary)
-    return zip(hidden.split(rows), targets.split(rows), strict=True)
 
 
 def _slope(logits: Tensor, targets: Tensor, head: Head, temperature: float, probs: Tensor) -> Tensor:
