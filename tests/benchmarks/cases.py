@@ -30,6 +30,7 @@ class Case:
         steps: optimizer steps that are timed together (a window of an online method).
         model: what differs from the model of the other cases.
         script: completions of an online case, by a prompt's first token, instead of sampling.
+        group: completions of each prompt of an online case.
         same_loss: whether the losses of both sides are comparable.
         prepares: rows are made ready for training, and nothing is trained; the number of tokens takes the place of a loss.
     """
@@ -44,6 +45,7 @@ class Case:
     steps: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     script: Callable[[Sequence[int], int], list[int]] | None = None
+    group: int = 8
     same_loss: bool = True
     prepares: bool = False
 
@@ -155,17 +157,17 @@ TEMPLATE = (
 )
 
 
-def _online(script: bool, iterations: int) -> dict[str, Any]:
+def _online(script: bool, iterations: int, group: int = 8) -> dict[str, Any]:
     ours = [
         "method.rewards=[tests.benchmarks.cases:reward]",
-        "method.num_generations=8",
+        f"method.num_generations={group}",
         f"method.num_iterations={iterations}",
         "method.max_completion_length=64",
         "method.importance_sampling_mode=null",
         "method.log_completions_every_n_steps=0",
     ]
     theirs = {
-        "num_generations": 8,
+        "num_generations": group,
         "num_iterations": iterations,
         "max_completion_length": 64,
         "steps_per_generation": 1,
@@ -174,7 +176,7 @@ def _online(script: bool, iterations: int) -> dict[str, Any]:
         "top_k": 0,
         "top_p": 1.0,
     }
-    return {"ours": ours, "theirs": theirs, "script": scripted if script else None, "steps": iterations}
+    return {"ours": ours, "theirs": theirs, "script": scripted if script else None, "steps": iterations, "group": group}
 
 
 MIXED = (32, 96, 160, 224, 288, 352, 448, 512)
@@ -226,6 +228,33 @@ CASES = {
 }
 
 
+# A small model, whose steps grow along one axis: what it is, and its sizes.
+GROWTH_MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+GROWTH = {
+    "length": ("SFT, tokens of one row", (256, 512, 1024, 2048, 4096, 8192)),
+    "group": ("GRPO, completions of 64 tokens of one prompt of 256", (2, 4, 8, 16, 32)),
+    "vocabulary": ("SFT, tokens in the vocabulary, a row of 1,024", (8192, 32_768, 65_536, 131_072, 262_144)),
+}
+
+
+def growth_case(axis: str, size: int) -> Case:
+    """A point of an axis of `GROWTH`."""
+    title, model, none = f"{GROWTH[axis][0]}: {size}", dict(GROWTH_MODEL), (None, None, None)
+    if axis == "group":
+        return Case(title, "grpo", _prompts(256, 1), size, none, model=model, **_online(True, 1, size))
+    if axis == "vocabulary":
+        model["vocab_size"] = size
+    return Case(title, "sft", _texts([size if axis == "length" else 1024]), 1, none, model=model)
+
+
+def find(name: str) -> Case:
+    """A case of `CASES`, or ``growth-<axis>-<size>``."""
+    if not name.startswith("growth-"):
+        return CASES[name]
+    _, axis, size = name.split("-")
+    return growth_case(axis, int(size))
+
+
 def write(case: Case, folder: Path, steps: int) -> None:
     """Writes the model, its tokenizer and the rows of ``steps`` timed units into ``folder``."""
     import torch
@@ -235,7 +264,8 @@ def write(case: Case, folder: Path, steps: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
     options = MODEL | case.model
-    known = {END: 31_998, PAD: 31_999, UNKNOWN: 31_997} | {f"w{i}": i for i in range(31_000)}
+    top = min(options["vocab_size"], 32_000)
+    known = {END: top - 2, PAD: top - 1, UNKNOWN: top - 3} | {f"w{i}": i for i in range(top - 1000)}
     backend = Tokenizer(WordLevel(known, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
     rows = case.rows((steps + WARM_UP) * case.steps)

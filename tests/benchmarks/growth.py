@@ -1,130 +1,135 @@
-"""How a step's time and memory grow with length, group size and vocabulary: ``python -m tests.benchmarks.growth [folder]``.
+"""How a step's time and memory grow: ``python -m tests.benchmarks.growth [--trl-python ...] [--points length=256,512 ...]``.
 
-One forward and backward pass of four layers of width 256, fp32, two threads; beside it the textbook one (padded rows, all
-logits). Each point of each side is a process of its own, so that memory is its own: the peak above what the process held before
-its first pass. Writes ``growth.md`` and ``growth.png`` into the folder.
+Optimizer steps of four layers of width 256, fp32, two threads, along the axes of `cases.GROWTH`: of workbench, of TRL (where
+``--trl-python`` names an interpreter that has ``trl==1.16.0``) and of plain padded PyTorch. Each side of each point is a process
+of its own, which takes one step to warm up before those that are timed; memory is the whole process's peak. A point that may not
+fit into the machine's memory is left out of the sides that form all logits, with a note.
+
+Writes ``growth.json`` (the figures), ``growth.md`` (the table) and ``growth.png`` (the curves) into the folder.
 """
 
+import argparse
 import json
-import os
-import resource
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-AXES = {
-    "length": ("tokens of one row, all trained", [256, 512, 1024, 2048, 4096, 8192]),
-    "group": ("completions of 64 tokens for one prompt of 256", [2, 4, 8, 16, 32]),
-    "vocabulary": ("tokens in the vocabulary, 1024 trained", [8192, 32_768, 65_536, 131_072, 262_144]),
-}
-REPEATS = 5
+from tests.benchmarks.against_trl import measure
+from tests.benchmarks.cases import GROWTH, GROWTH_MODEL, MODEL
+
+LABELS = {"ours": "workbench", "trl": "TRL", "plain": "padded PyTorch"}
+COPIES = 6  # of the logits, in a textbook step: themselves, their log-softmax, gradients of both, what casts and shifts copy
+BASE = 2.0  # GiB of a process with its libraries and the activations of a short row
+Point = dict[str, Any]
 
 
-def passes(side: str, axis: str, size: int) -> Callable[[], None]:
-    """A forward and backward pass."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.benchmarks.plain import _logps
-    from workbench.data.batch import MicroBatch, Role
-    from workbench.losses.reduce import Normalisers
-    from workbench.models.policy import Policy
-
-    vocabulary = size if axis == "vocabulary" else 32_000
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=vocabulary,
-            max_position_embeddings=8192,
-        )
-    )
-    prompt = 256 if axis == "group" else 0
-    lengths = [64] * size if axis == "group" else [size if axis == "length" else 1024]
-    ids = torch.randint(vocabulary, (prompt + sum(lengths),)).tolist()
-    if side == "plain":
-        completions = [ids[prompt + 64 * i :][:n] for i, n in enumerate(lengths)]
-
-        def loss() -> torch.Tensor:
-            logps, trained = _logps(model, [(ids[:prompt], completion) for completion in completions])
-            return -(logps * trained).sum()
-
-    else:
-        segments = [prompt, *lengths] if prompt else lengths
-        row: dict[str, Any] = {
-            "input_ids": ids,
-            "weights": [0.0] * prompt + [1.0] * sum(lengths),
-            "lengths": segments,
-            "parents": [-1, *[0] * len(lengths)] if prompt else [-1],
-            "roles": [int(Role.PROMPT)] * bool(prompt) + [int(Role.COMPLETION)] * len(lengths),
-        }
-        batch = MicroBatch.from_rows([row], [0], Normalisers(1.0, 1.0, 1.0, 1.0))
-        policy = Policy(model, layout="shared").train()
-
-        def loss() -> torch.Tensor:
-            return -policy(batch).logps.sum()
-
-    def step() -> None:
-        loss().backward()
-        model.zero_grad()
-
-    return step
+def needs(axis: str, size: int, side: str) -> float:
+    """About how many GiB a side takes."""
+    vocabulary = size if axis == "vocabulary" else MODEL["vocab_size"]
+    weights = 4 * vocabulary * GROWTH_MODEL["hidden_size"]  # with their gradients and what AdamW keeps
+    tokens = {"length": size, "group": size * (256 + 64), "vocabulary": 1024}[axis]
+    logits = 0 if side == "ours" else COPIES * tokens * vocabulary
+    return BASE + 4 * (weights + logits) / 2**30
 
 
-def point(side: str, axis: str, size: int) -> dict[str, float]:
-    """Median seconds of a pass, and its peak memory in GiB."""
-    step = passes(side, axis, size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": statistics.median(seconds[1:]), "memory": (peak - before) / 2**20}
+def available() -> float:
+    """GiB of memory that nothing uses."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) / 2**20
 
 
-def measure(side: str, axis: str, size: int) -> dict[str, float]:
-    """`point` in a process of its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.growth", "--point", side, axis, str(size)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+def point(axis: str, size: int, sides: Sequence[str], units: int, python: str, threads: int) -> Point:
+    """Median seconds of a step and peak GiB of every side, and why some are left out."""
+    found: Point = {"axis": axis, "size": size, "seconds": {}, "memory": {}, "notes": []}
+    fitting, free = [], available()
+    for side in sides:  # all of them stand in memory together
+        if (size_of_it := needs(axis, size, side)) > free:
+            found["notes"].append(f"{LABELS[side]} is left out: about {size_of_it:.1f} GiB, and {free:.1f} are there")
+            continue
+        fitting.append(side)
+        free -= size_of_it
+    try:
+        measured = measure(f"growth-{axis}-{size}", units, python, threads, tuple(fitting)) if fitting else {}
+    except SystemExit as error:
+        found["notes"].append(str(error))
+        return found
+    found["seconds"] = {side: statistics.median(run.seconds) for side, run in measured.items()}
+    found["memory"] = {side: run.peak / 2**30 for side, run in measured.items()}
+    return found
 
 
-def main(folder: Path) -> None:
-    """Measures all points."""
+def table(points: Sequence[Point], sides: Sequence[str]) -> str:
+    """Markdown, a table for each axis."""
+    others = [side for side in sides if side != "ours"]
+    heads = [f"{LABELS[side]}, s" for side in sides]
+    heads += [f"{LABELS[side]} time / ours" for side in others]
+    heads += [f"{LABELS[side]}, GiB" for side in sides]
+    blocks = []
+    for axis in dict.fromkeys(p["axis"] for p in points):
+        lines = [f"### {GROWTH[axis][0]}", "", "| size | " + " | ".join(heads) + " |", "| --- " * (len(heads) + 1) + "|"]
+        notes = []
+        for p in (p for p in points if p["axis"] == axis):
+            ours = p["seconds"].get("ours")
+            cells = [_cell(p["seconds"].get(side)) for side in sides]
+            cells += [_cell(p["seconds"][side] / ours if ours and side in p["seconds"] else None) for side in others]
+            cells += [_cell(p["memory"].get(side)) for side in sides]
+            lines.append(f"| {p['size']:,} | " + " | ".join(cells) + " |")
+            notes += [f"- {p['size']:,}: {note}." for note in p["notes"]]
+        blocks.append("\n".join([*lines, "", *notes] if notes else lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def picture(points: Sequence[Point], sides: Sequence[str], file: Path) -> None:
+    """Time above memory, a column for each axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 6), layout="constrained")
-    axes = figure.subplots(2, len(AXES))
-    lines = ["| axis | size | ours, s | textbook, s | ratio | ours, GiB | textbook, GiB |", "|" + " --- |" * 7]
-    for column, (axis, (title, sizes)) in enumerate(AXES.items()):
-        found = {side: [measure(side, axis, size) for size in sizes] for side in ("ours", "plain")}
-        for size, a, b in zip(sizes, found["ours"], found["plain"], strict=True):
-            cells = [axis, size, f"{a['seconds']:.3f}", f"{b['seconds']:.3f}", f"{b['seconds'] / a['seconds']:.2f}"]
-            lines.append("| " + " | ".join(map(str, [*cells, f"{a['memory']:.2f}", f"{b['memory']:.2f}"])) + " |")
-            print(lines[-1], flush=True)
-        for row, (name, unit) in enumerate((("seconds", "seconds"), ("memory", "GiB above the model"))):
-            for side, label in (("ours", "workbench"), ("plain", "textbook")):
-                axes[row][column].plot(sizes, [p[name] for p in found[side]], marker="o", label=label)
-            axes[row][column].set(xscale="log", yscale="log", xlabel=title if row else None, ylabel=unit if column == 0 else None)
-    axes[0][0].legend()
-    figure.savefig(folder / "growth.png", dpi=100)
-    (folder / "growth.md").write_text("\n".join(lines) + "\n")
+    axes = list(dict.fromkeys(p["axis"] for p in points))
+    figure = Figure(figsize=(4.5 * len(axes), 6.5), layout="constrained")
+    panels = figure.subplots(2, len(axes), squeeze=False)
+    for column, axis in enumerate(axes):
+        for row, (name, unit) in enumerate((("seconds", "seconds a step"), ("memory", "peak GiB of the process"))):
+            panel = panels[row][column]
+            for side in sides:
+                curve = [(p["size"], p[name][side]) for p in points if p["axis"] == axis and side in p[name]]
+                panel.plot(*zip(*curve, strict=True) if curve else ([], []), marker="o", label=LABELS[side])
+            panel.set(yscale="log", xlabel=GROWTH[axis][0], ylabel=unit)
+            panel.set_xscale("log", base=2)
+            panel.grid(visible=True, which="major", alpha=0.3)
+    panels[0][0].legend()
+    figure.savefig(file, dpi=110)
+
+
+def chosen(asked: Sequence[str]) -> list[tuple[str, int]]:
+    """Points of ``axis=size,size ...``; all of them without any."""
+    if not asked:
+        return [(axis, size) for axis, (_, sizes) in GROWTH.items() for size in sizes]
+    return [(axis, int(size)) for axis, _, sizes in (text.partition("=") for text in asked) for size in sizes.split(",")]
+
+
+def main() -> None:
+    """Measures all points; what is there is written after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--points", nargs="*", default=[], help="length=256,512 group=2 vocabulary=8192; all without it")
+    parser.add_argument("--units", type=int, default=1, help="timed steps of each side")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl-python", help="an interpreter that has trl==1.16.0; TRL is left out without it")
+    arguments = parser.parse_args()
+    sides = [side for side in LABELS if side != "trl" or arguments.trl_python]
+    points: list[Point] = []
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for axis, size in chosen(arguments.points):
+        points.append(point(axis, size, sides, arguments.units, arguments.trl_python or "", arguments.threads))
+        print(json.dumps(points[-1]), flush=True)
+        (arguments.folder / "growth.json").write_text(json.dumps({"sides": sides, "points": points}, indent=1) + "\n")
+        (arguments.folder / "growth.md").write_text(table(points, sides))
+        picture(points, sides, arguments.folder / "growth.png")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--point"]:
-        print(json.dumps(point(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
-    else:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    main()

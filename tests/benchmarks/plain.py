@@ -104,11 +104,11 @@ def _reward(model: nn.Module, _: None, rows: Sequence[dict[str, list[int]]]) -> 
 def _grpo(
     case: Case, model: nn.Module, tokenizer: object, rows: Sequence[Row], update: Callable[[Tensor], float]
 ) -> Iterator[Callable[[], float]]:
-    """Two iterations over each window; clipped ratios (arXiv:2402.03300, eq. 3) divided by the window's tokens."""
-    for prompts in cases.batches(rows, case.batch // 8):
+    """Iterations over each window; clipped ratios (arXiv:2402.03300, eq. 3) divided by the window's tokens."""
+    for prompts in cases.batches(rows, case.batch // case.group):
         ids = [row["prompt"] for row in _tokens(prompts, tokenizer)]
-        sequences = [(prompt, case.script(prompt, sample)) for prompt in ids for sample in range(8)]
-        rewards = torch.tensor(cases.reward([completion for _, completion in sequences])).view(-1, 8)
+        sequences = [(prompt, case.script(prompt, sample)) for prompt in ids for sample in range(case.group)]
+        rewards = torch.tensor(cases.reward([completion for _, completion in sequences])).view(-1, case.group)
         spread = rewards.std(1, keepdim=True) + 1e-4
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / spread).view(-1, 1)
         old: list[Tensor] = []
@@ -120,10 +120,10 @@ def _grpo(
         def step(
             begins: bool, sequences: list = sequences, old: list = old, advantages: Tensor = advantages, first: Callable = first
         ) -> float:
-            if begins:
+            if begins and case.steps > 1:
                 first()
             logps, trained = _logps(model, sequences)
-            ratios = (logps - old[0]).exp()
+            ratios = (logps - (old[0] if old else logps.detach())).exp()
             gains = torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
             return update(-(gains * trained).sum() / trained.sum())
 

@@ -184,7 +184,7 @@ def trl(case: Case, folder: Path, steps: int, gate: Gate) -> None:
     if case.script is not None:
 
         def replay(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
-            return [case.script(prompt, i % 8) for i, prompt in enumerate(prompt_ids)], None
+            return [case.script(prompt, i % case.group) for i, prompt in enumerate(prompt_ids)], None
 
         trainer._generate_single_turn = replay
     trainer.train()
@@ -205,5 +205,5 @@ def plain(case: Case, folder: Path, steps: int, gate: Gate) -> None:
 
 if __name__ == "__main__":
     side, name, folder, steps, fd = sys.argv[1:]
-    case = cases.CASES[name]
+    case = cases.find(name)
     {"ours": ours, "trl": trl, "plain": plain}[side](case, Path(folder), int(steps), Gate(case, int(fd)))

@@ -54,6 +54,11 @@ def test_documents_of_a_packed_row_are_apart():
     assert batch.num_rows == 1
 
 
+def test_a_device_is_not_asked_whether_a_micro_batch_is_empty():
+    full, empty = (MicroBatch.from_rows(rows, range(len(rows)), NORM).to("meta") for rows in ([pair()], []))
+    assert (full.is_empty, full.num_tokens) == (False, 9) and (empty.is_empty, empty.num_tokens) == (True, 0)
+
+
 def test_empty_micro_batch_trains_nothing():
     batch = MicroBatch.from_rows([], [], NORM, step=2, k=0)
     assert batch.is_empty

@@ -55,6 +55,8 @@ class MicroBatch:
         step: index of that step within the epoch.
         k: which of the step's ``norm.num_micro`` micro-batches on this rank.
         companions: further micro-batches that a method runs beside it (see `workbench.data.mismatched`).
+        is_empty: True for the stand-in that keeps ranks in step: two untrained tokens, no row. Said here and not read from
+            ``row``, which may lie on a device that the host would have to wait for.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class MicroBatch:
         k: int = 0,
         extras: dict[str, Tensor] | None = None,
         companions: Sequence["MicroBatch"] = (),
+        is_empty: bool = False,
     ) -> None:
         self.tokens = tokens
         self.weights = weights
@@ -83,11 +86,7 @@ class MicroBatch:
         self.k = k
         self.extras = extras or {}
         self.companions = list(companions)
-
-    @property
-    def is_empty(self) -> bool:
-        """True for the stand-in that keeps ranks in step: two untrained tokens, no row."""
-        return bool(self.row[0] < 0)
+        self.is_empty = is_empty
 
     @property
     def closes_step(self) -> bool:
@@ -206,6 +205,7 @@ class MicroBatch:
             norm=norm,
             step=step,
             k=k,
+            is_empty=True,
         )
 
 

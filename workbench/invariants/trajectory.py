@@ -24,6 +24,7 @@ from workbench.strategies.info import data_parallel, gather, is_deepspeed
 # How fast it was, and what is nothing but rounding where sampler and trainer agree.
 _NOT_NUMBERS_OF_THE_RUN = (
     "tokens_per_second",
+    "throughput/",
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
 )
@@ -95,7 +96,7 @@ class Trajectory:
         """From metrics by step, as loggers keep them; those of training alone."""
         rows = [row for row in rows if any(name.startswith("train/") for name in row)]
         names = sorted({name for row in rows for name in row if name.startswith("train/")})
-        kept = [name for name in names if name.removeprefix("train/") not in _NOT_NUMBERS_OF_THE_RUN]
+        kept = [name for name in names if not name.removeprefix("train/").startswith(_NOT_NUMBERS_OF_THE_RUN)]
         steps = {name.removeprefix("train/"): [_value(row.get(name)) for row in rows] for name in kept}
         return cls(first=int(rows[0]["step"]) if rows else 1, steps=steps)
 

@@ -153,8 +153,8 @@ class Policy(nn.Module):
             predicting = hidden[inputs.index[batch.predictors()]]
             outputs = len(predicting)  # `batch.outputs` would make the host wait for the device once more
             out.hidden = predicting if "hidden" in want else None
-        if torch.is_grad_enabled() and not batch.is_empty:
-            self.work.add(inputs, outputs)
+        if not batch.is_empty:
+            self.work.count(inputs, outputs)
         if TOKEN_STATS & set(want) - {"hidden"}:
             targets = batch.tokens[batch.outputs]
             options = {"temperature": temperature, "want": want, "chunked": self.chunked_head, "entropy_grad": entropy_grad}

@@ -45,6 +45,7 @@ class Reference:
 
     def __init__(self, policy: Policy) -> None:
         self.beside = policy
+        self.policy: Policy | None = None  # its own, where it has one
         self.fingerprint = ""
         self._exact: Weights = {}  # fp32 values of weights that move by shares and are held in less
 
