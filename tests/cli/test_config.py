@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(overrides, message):
 
 def test_the_quoted_form_that_a_message_shows_works():
     with pytest.raises(UserError) as caught:
-        config.load(["resume=runs/a b/epoch=3, (x) {y} #1 \"q\".ckpt"])
+        config.load(['resume=runs/a b/epoch=3, (x) {y} #1 "q".ckpt'])
     shown = str(caught.value).split("command line: '", 1)[1].removesuffix("'")
     assert config.load([shown]).cfg.resume == 'runs/a b/epoch=3, (x) {y} #1 "q".ckpt'
 

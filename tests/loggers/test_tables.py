@@ -20,9 +20,7 @@ class _Logger:
 
 
 def _trainer(folder, step, *loggers, rank=0):
-    return SimpleNamespace(
-        default_root_dir=str(folder), global_step=step, loggers=list(loggers), is_global_zero=rank == 0
-    )
+    return SimpleNamespace(default_root_dir=str(folder), global_step=step, loggers=list(loggers), is_global_zero=rank == 0)
 
 
 def test_every_step_is_kept_in_order(tmp_path):

@@ -252,9 +252,7 @@ class Bar:
 
     def show(self, state: State) -> None:
         """Redraws the bar."""
-        self._progress.update(
-            self._task, description=state.counter(), completed=state.step, total=state.total, info=state.info()
-        )
+        self._progress.update(self._task, description=state.counter(), completed=state.step, total=state.total, info=state.info())
         self._progress.refresh()
 
     def close(self) -> None:

@@ -146,9 +146,7 @@ def _score(name: str, metric: Metric, rows: list[dict[str, Any]], texts: list[st
     try:
         inspect.signature(metric).bind(prompts, answers, **columns)
     except TypeError as error:
-        raise UserError(
-            f"metric {name!r} cannot be called as f(prompts, completions, {', '.join(columns)}): {error}."
-        ) from None
+        raise UserError(f"metric {name!r} cannot be called as f(prompts, completions, {', '.join(columns)}): {error}.") from None
     except ValueError:  # A function without a signature.
         pass
     values = list(metric(prompts, answers, **columns))

@@ -74,9 +74,7 @@ def _shown(cell: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def write_table(
-    run_dir: str | Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
-) -> Path:
+def write_table(run_dir: str | Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> Path:
     """Writes one step of a table; a step that is written again replaces the earlier one."""
     folder = Path(run_dir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)

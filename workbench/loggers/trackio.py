@@ -106,9 +106,7 @@ class TrackioLogger(Logger):
         self._log({name: float(value) for name, value in metrics.items() if name != "step"}, step)
 
     @rank_zero_only
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
-    ) -> None:
+    def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None) -> None:
         """Logs a table at ``step``; cells that are no text or numbers become JSON."""
         _import_trackio(self._dir)
         import trackio
