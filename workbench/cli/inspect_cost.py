@@ -123,6 +123,7 @@ def _memory(spec: ModelSpec, node: Mapping[str, Any], peft: Any, steps: Steps) -
         mixed_precision=precision.endswith("-mixed"),
         optimizer_states=optimizer_states(node.get("optim")),
         gradient_checkpointing=(node.get("method") or {}).get("gradient_checkpointing") or False,
+        activation_offloading=(node.get("method") or {}).get("activation_offloading") or False,
         frozen_copies=reference_of(node)[0],
         classifier=classifier_of(node),
     )

@@ -64,6 +64,7 @@ MEMBERS: dict[str, Member] = {
     "eager_attention": Member("attention written out instead of fused", ("model.attn_implementation=eager",)),
     "checkpointing": Member("activations recomputed", (_micro(4), "method.gradient_checkpointing=true")),
     "selective_checkpointing": Member("all but attention recomputed", ("method.gradient_checkpointing=selective",)),
+    "offloaded": Member("activations wait elsewhere", (_micro(4), "method.activation_offloading=true")),
     "engine_batches": Member(
         "completions written in batches that take groups apart", ("method.engine.batch_size=3", _micro(4)), online=True
     ),

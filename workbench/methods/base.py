@@ -48,6 +48,8 @@ class Method(L.LightningModule):
         optim: called with parameter groups, returns the optimizer; None: AdamW at its defaults.
         scheduler: called with the optimizer (and ``num_training_steps``); None: constant.
         gradient_checkpointing: recompute activations in the backward pass; ``selective`` keeps attention outputs.
+        activation_offloading: let what the layers keep for the backward pass wait in the host's memory; with
+            ``gradient_checkpointing`` that is each layer's input.
         disable_dropout: set every dropout probability to 0; without it a run depends on how it was executed.
         layout: ``padded`` rows; ``packed`` into one row without padding; ``shared``, which computes a prompt once for all of its
             completions; ``auto``, the best of them that models of this kind pass a test for.
@@ -75,6 +77,7 @@ class Method(L.LightningModule):
         optim: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
+        activation_offloading: bool = False,
         disable_dropout: bool = True,
         layout: Layout | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
@@ -90,6 +93,7 @@ class Method(L.LightningModule):
         self.optim = optim or adamw
         self.scheduler = scheduler
         self.gradient_checkpointing = gradient_checkpointing
+        self.activation_offloading = activation_offloading
         self.disable_dropout = disable_dropout
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -106,6 +110,11 @@ class Method(L.LightningModule):
         self._closing = False
         self._last_time: float | None = None
         check_at_least(1, method__pad_to_multiple_of=pad_to_multiple_of)
+        if activation_offloading and gradient_checkpointing == "selective":
+            raise UserError(
+                "method.activation_offloading=true does not reach what gradient_checkpointing=selective keeps; set "
+                "method.gradient_checkpointing to true or false."
+            )
         if disable_dropout and getattr(peft, "dropout", 0.0):
             raise UserError(
                 f"peft.dropout={peft.dropout} has no effect with method.disable_dropout=true; set one of peft.dropout=0 and "
@@ -158,6 +167,7 @@ class Method(L.LightningModule):
             "layout": self.layout,
             "pad_to_multiple_of": self.pad_to_multiple_of,
             "chunked_head": self.chunked_head,
+            "activation_offloading": self.activation_offloading,
         }
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:
@@ -205,6 +215,8 @@ class Method(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Names what makes this run depend on how it is cut into micro-batches."""
+        if self.activation_offloading and self.device.type == "cpu":
+            log.warning("method.activation_offloading=true frees nothing on a CPU, where it copies every activation once more.")
         for reason in self.couplings():
             log.warning("%s, so this run's numbers depend on data.micro_batch_size and on the number of devices.", reason)
 

@@ -90,6 +90,7 @@ def estimate_memory(
     mixed_precision: bool = False,
     optimizer_states: int = 2,
     gradient_checkpointing: bool | Literal["selective"] = False,
+    activation_offloading: bool = False,
     frozen_copies: int = 0,
     shards: int = 1,
     logit_tokens: int = 4096,
@@ -101,7 +102,8 @@ def estimate_memory(
     - gradients ``b' n / shards`` and optimizer ``optimizer_states`` times that, in the trained parameters' dtype;
     - activations ``a T L e``: a layer keeps ``e = 6 H + 2 Q + 2 KV + 4 F`` numbers of ``a`` bytes per token (hidden width,
       queries, keys and values, feed-forward width; fused attention), at 16 bits ``4 H`` more for norms in float32 and ``2
-      (5 H + Q + F)`` more for the inputs of a float32 adapter; ``a T (L H + e)`` where layers are recomputed;
+      (5 H + Q + F)`` more for the inputs of a float32 adapter; ``a T (L H + e)`` where layers are recomputed, ``a T e`` where
+      they wait on the host;
     - logits: three float32 copies of ``min(T, logit_tokens)`` rows of the vocabulary; none of a classifier.
 
     Workspaces, fragmentation and communication come on top: allow a fifth more.
@@ -113,6 +115,7 @@ def estimate_memory(
         mixed_precision: activations of 2 bytes whatever the weights'.
         optimizer_states: per trained parameter: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
         gradient_checkpointing: as in the method; ``selective`` keeps the attention outputs too.
+        activation_offloading: as in the method.
         frozen_copies: references and teachers of the same size held beside the model.
         shards: devices that weights, gradients and states are spread over.
         logit_tokens: tokens whose logits are formed together.
@@ -129,7 +132,8 @@ def estimate_memory(
     adapter_width = 4 if peft is not None and getattr(peft, "adapter_dtype", "float32") == "float32" else width
     added, compute_width = count.total - base.total, 2 if mixed_precision else width
     text, half = config.get_text_config(), compute_width == 2
-    kept = _kept_per_token(text, gradient_checkpointing, half, cast_inputs=half and added > 0 and adapter_width == 4)
+    cast = half and added > 0 and adapter_width == 4
+    kept = _kept_per_token(text, gradient_checkpointing, activation_offloading, half, cast_inputs=cast)
     return MemoryEstimate(
         weights=round((base_bytes * (1 + frozen_copies) + added * adapter_width) / shards),
         gradients=round(count.trainable * adapter_width / shards),
@@ -164,7 +168,9 @@ def _dtype_of(spec: ModelSpec, config: PreTrainedConfig) -> str:
     return str(config.dtype or "float32").removeprefix("torch.")
 
 
-def _kept_per_token(config: PreTrainedConfig, gradient_checkpointing: bool | str, half: bool, cast_inputs: bool) -> int:
+def _kept_per_token(
+    config: PreTrainedConfig, gradient_checkpointing: bool | str, offloading: bool, half: bool, cast_inputs: bool
+) -> int:
     """Numbers kept for the backward pass, per token, over all layers."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads = getattr(config, "num_attention_heads", 1)
@@ -173,6 +179,8 @@ def _kept_per_token(config: PreTrainedConfig, gradient_checkpointing: bool | str
     width = _feed_forward_width(config)
     layer = 6 * hidden + 2 * queries + 2 * keys + 4 * width
     layer += (4 * hidden if half else 0) + (2 * (5 * hidden + queries + width) if cast_inputs else 0)
+    if offloading:
+        return layer
     if not gradient_checkpointing:
         return layers * layer
     return layers * (hidden + (queries if gradient_checkpointing == "selective" else 0)) + layer

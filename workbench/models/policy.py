@@ -20,6 +20,7 @@ from workbench.models import attention
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
+from workbench.models.offload import Offload
 from workbench.models.work import Work
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Policy(nn.Module):
         pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
         chunked_head: whether logits are formed in pieces (see `token_logps`).
         head_dtype: in which the head's products are computed; None: the weights' own, or autocast's.
+        activation_offloading: whether what the layers keep for the backward pass waits on the host.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Policy(nn.Module):
         pad_to_multiple_of: int | None = None,
         chunked_head: Chunked = "auto",
         head_dtype: torch.dtype | None = None,
+        activation_offloading: bool = False,
     ) -> None:
         super().__init__()
+        self.activation_offloading = activation_offloading
         self.head_dtype = head_dtype
         self.chunked_head = chunked_head
         self.hf = hf
@@ -143,7 +147,9 @@ class Policy(nn.Module):
             entropy_grad: let ``entropy`` carry a gradient.
         """
         inputs = to_inputs(batch, self.layout, self.pad_to_multiple_of)
-        hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
+        offloading = self.activation_offloading and torch.is_grad_enabled()
+        with Offload(self.causal_lm.base_model) if offloading else contextlib.nullcontext():
+            hidden, router_logits = self._backbone(inputs, with_router="aux_loss" in want)
         hidden = hidden.flatten(0, 1)
         out = PolicyOutput()
         if "scores" in want:

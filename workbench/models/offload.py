@@ -1,0 +1,165 @@
+"""Activation offloading: what a forward pass keeps for the backward pass waits in the host's memory."""
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+SMALLEST = 2**12  # bytes below which moving a tensor costs more than it frees
+IN_FLIGHT = 4  # copies to the host that the device may be ahead of
+AHEAD = 2  # tensors that are fetched before the backward pass asks for them
+_RECENT = 4  # saved tensors that are told apart from further saves of the same
+
+
+class Offload(saved_tensors_hooks):
+    """Inside, tensors that autograd saves wait on the host; the backward pass fetches each when it needs it.
+
+    Parameters stay, which are on the device anyhow, and so do small tensors and views that repeat elements. On CUDA copies run
+    beside the computation, from and to pinned memory. Nothing is held but by the graph itself.
+
+    Args:
+        module: whose parameters are known by their storage. Those of sharded layers exist from one layer to the next only, so
+            that every layer names its own as it starts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._recent: deque[tuple[Any, Tensor, weakref.ref[Waiting]]] = deque(maxlen=_RECENT)
+        self._order: list[weakref.ref[Waiting]] = []
+        self._streams: dict[torch.device, Streams] = {}
+        super().__init__(self._pack, _unpack)
+
+    def __enter__(self) -> None:
+        for layer in self._module.modules():
+            if layer._parameters:
+                self._hooks.append(layer.register_forward_pre_hook(self._know))
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._recent.clear()
+        self._known.clear()
+
+    def _know(self, layer: nn.Module, inputs: Any) -> None:
+        self._known.update(_address(p) for p in layer._parameters.values() if p is not None)
+
+    def _pack(self, tensor: Tensor) -> "Waiting | Kept":
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not plain or tensor.nbytes < SMALLEST or tensor.nbytes > tensor.untyped_storage().nbytes():
+            return Kept(tensor)
+        if _address(tensor) in self._known:
+            return Kept(tensor)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        for other, _, waiting in self._recent:
+            if other == place and (found := waiting()) is not None:
+                return found
+        waiting = Waiting(tensor.detach(), self._order, self._streams_of(tensor.device))
+        self._order.append(weakref.ref(waiting))
+        # An address means this tensor as long as it is held.
+        self._recent.append((place, tensor.detach(), weakref.ref(waiting)))
+        return waiting
+
+    def _streams_of(self, device: torch.device) -> "Streams | None":
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = Streams(device)
+        return self._streams[device]
+
+
+class Kept:
+    """A tensor that stays where it is. (Autograd looks for changes in place only where there are no hooks.)"""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def take(self) -> Tensor:
+        """The tensor as it was saved.
+
+        Raises:
+            RuntimeError: it has been changed since.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError("a tensor that the backward pass needs was changed in place after the forward pass.")
+        return self.tensor
+
+
+class Streams:
+    """The sides of a device on which copies run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.pending: deque[torch.cuda.Event] = deque()
+
+
+class Waiting:
+    """A tensor that waits on the host.
+
+    Args:
+        tensor: on its device.
+        order: all that wait of one forward pass, this one to be the next.
+        streams: where copies run; None: here and now.
+    """
+
+    def __init__(self, tensor: Tensor, order: list["weakref.ref[Waiting]"], streams: Streams | None) -> None:
+        self.device, self.order, self.number, self.streams = tensor.device, order, len(order), streams
+        self.fetched: tuple[Tensor, torch.cuda.Event] | None = None
+        self.host = _host_memory(tensor, pinned=streams is not None)
+        if streams is None:
+            self.host.copy_(tensor)
+            return
+        current = torch.cuda.current_stream(self.device)
+        streams.out.wait_stream(current)
+        with torch.cuda.stream(streams.out):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(streams.out)  # its memory is free once it has been read
+        self.left = streams.out.record_event()
+        streams.pending.append(self.left)
+        if len(streams.pending) > IN_FLIGHT:
+            current.wait_event(streams.pending.popleft())
+
+    def fetch(self) -> None:
+        """Starts to bring it back, unless that has been done."""
+        if self.streams is None or self.fetched is not None:
+            return
+        back = self.streams.back
+        back.wait_event(self.left)
+        with torch.cuda.stream(back):
+            tensor = self.host.to(self.device, non_blocking=True)
+        self.fetched = tensor, back.record_event()
+
+    def take(self) -> Tensor:
+        """The tensor, on its device again; those that the backward pass needs next are on their way."""
+        if self.streams is None:
+            return self.host.to(self.device)
+        self.fetch()
+        for reference in self.order[max(0, self.number - AHEAD) : self.number]:
+            if (waiting := reference()) is not None:
+                waiting.fetch()
+        (tensor, arrived), self.fetched = self.fetched, None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(arrived)
+        tensor.record_stream(current)
+        return tensor
+
+
+def _host_memory(tensor: Tensor, pinned: bool) -> Tensor:
+    """Room for it, with its strides unless it is a view with gaps."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+
+
+def _unpack(packed: Waiting | Kept) -> Tensor:
+    return packed.take()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
