@@ -111,6 +111,14 @@ def test_a_change_of_what_stays_is_an_error():
         out.backward()
 
 
+def test_copies_of_weights_that_autocast_keeps_stay(moved):
+    layer = nn.Linear(64, 64)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), Offload(layer):
+        layer(layer(x).float()).sum()
+    assert {size for _, size in moved} == {32 * 64 * 2}  # inputs of the layers alone
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_held_after_the_backward_pass_or_an_error(monkeypatch, fails):
     alive = []
@@ -123,7 +131,7 @@ def test_nothing_is_held_after_the_backward_pass_or_an_error(monkeypatch, fails)
     monkeypatch.setattr(offload, "Waiting", Noted)
     x = torch.randn(64, 64, requires_grad=True)
     with contextlib.suppress(ZeroDivisionError), Offload(nn.Module()):
-        out = x.exp().tanh().sum()
+        out = x.exp().tanh().sum(1, keepdim=True).exp().sum()  # the second result is small, and stays
         if fails:
             del out
             raise ZeroDivisionError
@@ -163,16 +171,18 @@ def cuda(monkeypatch):
     fake = FakeCuda()
     current = fake.stream_of("current")
 
-    class Streams:
-        def __init__(self, device):
-            self.out, self.back, self.pending = fake.stream_of("out"), fake.stream_of("back"), offload.deque()
+    sides = iter([fake.stream_of("out"), fake.stream_of("back")])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(sides))
+    streams = fake.streams = offload.Streams(torch.device("cpu"))
 
-    streams = Streams(None)
-    monkeypatch.setattr(offload.Offload, "_streams_of", lambda self, device: streams)
+    def streams_of(self, device):
+        self._streams[device] = streams
+        return streams
+
+    monkeypatch.setattr(offload.Offload, "_streams_of", streams_of)
     monkeypatch.setattr(offload, "_host_memory", lambda tensor, pinned: torch.empty_like(tensor))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     return fake
 
 
@@ -183,8 +193,11 @@ def test_copies_to_the_host_stay_a_few_behind_and_the_next_ones_are_fetched_ahea
         for _ in range(8):
             y = y.tanh()  # saves its result, 8 in all
         out = y.sum()
-    waits = [entry for entry in cuda.log if entry[:2] == ("current", "waits for")]
-    assert len(waits) == 8 - offload.IN_FLIGHT
+    waits = [i for i, entry in enumerate(cuda.log) if entry[:2] == ("current", "waits for")]
+    copies = [i for i, entry in enumerate(cuda.log) if entry[:2] == ("out", "event")]
+    assert len(waits) == len(copies) == 8
+    assert copies[offload.IN_FLIGHT] < waits[0] < copies[offload.IN_FLIGHT + 1]  # a few behind
+    assert not streams_left(cuda)
     cuda.log.clear()
     out.backward()
     fetched = [i for i, entry in enumerate(cuda.log) if entry[:2] == ("back", "event")]
@@ -193,6 +206,20 @@ def test_copies_to_the_host_stay_a_few_behind_and_the_next_ones_are_fetched_ahea
     assert fetched[offload.AHEAD] < used[0]  # the first to be used, and those after it
     expected = torch.func.grad(lambda v: _tanhs(v, 8).sum())(x.detach())
     assert torch.equal(x.grad, expected)
+
+
+def streams_left(cuda):
+    """Tensors that are still held for a copy."""
+    return len(cuda.streams._leaving)
+
+
+def test_a_change_while_it_is_copied_is_an_error(cuda):
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="while it was offloaded"), Offload(nn.Module()):
+        y = x * 1.0
+        _ = y * y
+        with torch.no_grad():
+            y.add_(1.0)
 
 
 def _tanhs(value, times):

@@ -72,6 +72,9 @@ def load_class(name: str) -> InvariantClass:
         absent |= {m: own["because"] for m in MEMBERS if m not in own["only"] and m not in absent}
     if own["rows"] != ONLINE_ROWS:
         absent = {m: "it writes no completions" for m, member in MEMBERS.items() if member.online} | absent
+    for member, which in MEMBERS.items():
+        if which.shown_by and name not in which.shown_by:
+            absent.setdefault(member, f"it does not depend on the loss; {' and '.join(which.shown_by)} shows it")
     for member in absent:
         if member not in MEMBERS:
             raise UserError(f"{file}: {member!r} is no member.{nearest(member, MEMBERS)}")

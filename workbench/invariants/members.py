@@ -39,6 +39,7 @@ class Member:
     saved_by: tuple[str, ...] = ()
     needs: str | None = None
     online: bool = False
+    shown_by: tuple[str, ...] = ()
 
 
 def _micro(size: int) -> str:
@@ -65,6 +66,12 @@ MEMBERS: dict[str, Member] = {
     "checkpointing": Member("activations recomputed", (_micro(4), "method.gradient_checkpointing=true")),
     "selective_checkpointing": Member("all but attention recomputed", ("method.gradient_checkpointing=selective",)),
     "offloaded": Member("activations wait elsewhere", (_micro(4), "method.activation_offloading=true")),
+    "compiled": Member("layers compiled", ("method.torch_compile=true",), shown_by=("sft", "grpo")),
+    "compiled_shared": Member(
+        "layers compiled around attention over a forest",
+        (_micro(4), "method.layout=shared", "method.torch_compile=true"),
+        shown_by=("dpo",),
+    ),
     "engine_batches": Member(
         "completions written in batches that take groups apart", ("method.engine.batch_size=3", _micro(4)), online=True
     ),

@@ -24,6 +24,7 @@ from workbench.methods.generate import Prompt, generate_texts
 from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_optimizer, build_scheduler
 from workbench.methods.resume import KEY, rewrite_position
+from workbench.models.compiling import check_compile, check_compiler
 from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
@@ -50,6 +51,7 @@ class Method(L.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass; ``selective`` keeps attention outputs.
         activation_offloading: let what the layers keep for the backward pass wait in the host's memory; with
             ``gradient_checkpointing`` that is each layer's input.
+        torch_compile: compile each layer: True, or arguments of ``torch.compile`` (``backend``, ``mode``, ``options``).
         disable_dropout: set every dropout probability to 0; without it a run depends on how it was executed.
         layout: ``padded`` rows; ``packed`` into one row without padding; ``shared``, which computes a prompt once for all of its
             completions; ``auto``, the best of them that models of this kind pass a test for.
@@ -78,6 +80,7 @@ class Method(L.LightningModule):
         scheduler: SchedulerFactory | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         activation_offloading: bool = False,
+        torch_compile: bool | dict[str, Any] = False,
         disable_dropout: bool = True,
         layout: Layout | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
@@ -94,6 +97,7 @@ class Method(L.LightningModule):
         self.scheduler = scheduler
         self.gradient_checkpointing = gradient_checkpointing
         self.activation_offloading = activation_offloading
+        self.torch_compile = torch_compile
         self.disable_dropout = disable_dropout
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -134,6 +138,8 @@ class Method(L.LightningModule):
         """Builds the model, adapts it, and shards it where the strategy does that."""
         if self.policy is not None:
             return
+        if self._trainer is not None:
+            check_compiler(self.trainer.strategy.root_device, self.torch_compile)
         self.policy = self.build_policy()
         self.build_beside()
         mesh = data_parallel_mesh(self.trainer.strategy) if self._trainer is not None else None
@@ -155,6 +161,7 @@ class Method(L.LightningModule):
         base = unwrap(model)
         check_head(base)
         self.layout = choose_layout(base, self.layout)
+        check_compile(self.torch_compile, self.layout, self.gradient_checkpointing, self.activation_offloading)
         hf = apply_peft(model, self.peft_spec)
         if self.disable_dropout:
             disable_dropout(hf)
@@ -168,6 +175,7 @@ class Method(L.LightningModule):
             "pad_to_multiple_of": self.pad_to_multiple_of,
             "chunked_head": self.chunked_head,
             "activation_offloading": self.activation_offloading,
+            "torch_compile": self.torch_compile,
         }
 
     def configure_optimizers(self) -> dict[str, Any] | Optimizer:

@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,22 +185,35 @@ def _attention(
         own = {k: v for k, v in own.items() if v is not None}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_of(module))
         return function(module, query, key, value, attention_mask, **own, **kwargs)
+    options = {"dropout": dropout, "scaling": scaling, "window": sliding_window, "softcap": softcap}
+    return _over_forest(module, query, key, value, forest, options, kwargs), None
+
+
+@torch.compiler.disable  # indices differ from batch to batch
+def _over_forest(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forest: Forest,
+    options: dict[str, Any],
+    further: dict[str, object],
+) -> Tensor:
     for unknown in ("s_aux", "position_bias"):
-        if kwargs.get(unknown) is not None:
+        if further.get(unknown) is not None:
             raise UserError(f"{type(module).__name__} passes {unknown}, which packed and shared layouts do not know.")
     heads, width = query.shape[1], query.shape[3]
     rows = [t[0].transpose(0, 1).flatten(1) for t in (query, key, value)]
-    options = {"dropout": dropout, "scaling": scaling, "window": sliding_window, "softcap": softcap}
     outputs = []
     for bucket in forest.buckets:
         q, k, v = (_take(r, i, width) for r, i in zip(rows, (bucket.queries, bucket.keys, bucket.keys), strict=True))
         # On a CPU the kernel itself lets heads share keys, which spares the copies and a seventh of its time.
-        if heads > k.shape[1] and (softcap is not None or query.device.type != "cpu"):
+        if heads > k.shape[1] and (options["softcap"] is not None or query.device.type != "cpu"):
             k, v = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (k, v))
         out = _compute(q, k, v, bucket, **options)
         outputs.append(out.transpose(1, 2).reshape(-1, heads * value.shape[3]))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return F.embedding(forest.order, joined).view(1, -1, heads, value.shape[3]), None
+    return F.embedding(forest.order, joined).view(1, -1, heads, value.shape[3])
 
 
 def _take(rows: Tensor, index: Tensor, width: int) -> Tensor:

@@ -43,6 +43,8 @@ class Offload(saved_tensors_hooks):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        for streams in self._streams.values():
+            streams.settle(0)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -56,7 +58,7 @@ class Offload(saved_tensors_hooks):
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or tensor.nbytes < SMALLEST or tensor.nbytes > tensor.untyped_storage().nbytes():
             return Kept(tensor)
-        if _address(tensor) in self._known:
+        if _address(tensor) in self._known or _is_of_parameter(tensor):
             return Kept(tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         for other, _, waiting in self._recent:
@@ -80,7 +82,7 @@ class Kept:
     """A tensor that stays where it is. (Autograd looks for changes in place only where there are no hooks.)"""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        self.tensor, self.version = tensor.detach(), tensor._version  # detached: a result would hold its own graph
 
     def take(self) -> Tensor:
         """The tensor as it was saved.
@@ -97,8 +99,41 @@ class Streams:
     """The sides of a device on which copies run."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.pending: deque[torch.cuda.Event] = deque()
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor, int]] = deque()
+
+    def send(self, tensor: Tensor, host: Tensor) -> torch.cuda.Event:
+        """Starts a copy to the host. The tensor is held until the computation has waited for it, so that neither its memory nor
+        its values change before."""
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            host.copy_(tensor, non_blocking=True)
+        gone = self.out.record_event()
+        self._leaving.append((gone, tensor, tensor._version))
+        self.settle(IN_FLIGHT)
+        return gone
+
+    def settle(self, most: int) -> None:
+        """Has the computation wait for all but the ``most`` last copies.
+
+        Raises:
+            RuntimeError: a tensor was changed in place while it was copied.
+        """
+        while len(self._leaving) > most:
+            gone, tensor, version = self._leaving.popleft()
+            torch.cuda.current_stream(self.device).wait_event(gone)
+            if tensor._version != version:
+                raise RuntimeError("a tensor that the backward pass needs was changed in place while it was offloaded.")
+
+    def fetch(self, host: Tensor, gone: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
+        """Starts a copy to the device, into memory that is the computation's own; with it the event of its end."""
+        tensor = torch.empty_like(host, device=self.device)
+        self.back.wait_event(gone)
+        self.back.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.back):
+            tensor.copy_(host, non_blocking=True)
+        return tensor, self.back.record_event()
 
 
 class Waiting:
@@ -116,26 +151,13 @@ class Waiting:
         self.host = _host_memory(tensor, pinned=streams is not None)
         if streams is None:
             self.host.copy_(tensor)
-            return
-        current = torch.cuda.current_stream(self.device)
-        streams.out.wait_stream(current)
-        with torch.cuda.stream(streams.out):
-            self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(streams.out)  # its memory is free once it has been read
-        self.left = streams.out.record_event()
-        streams.pending.append(self.left)
-        if len(streams.pending) > IN_FLIGHT:
-            current.wait_event(streams.pending.popleft())
+        else:
+            self.gone = streams.send(tensor, self.host)
 
     def fetch(self) -> None:
         """Starts to bring it back, unless that has been done."""
-        if self.streams is None or self.fetched is not None:
-            return
-        back = self.streams.back
-        back.wait_event(self.left)
-        with torch.cuda.stream(back):
-            tensor = self.host.to(self.device, non_blocking=True)
-        self.fetched = tensor, back.record_event()
+        if self.streams is not None and self.fetched is None:
+            self.fetched = self.streams.fetch(self.host, self.gone)
 
     def take(self) -> Tensor:
         """The tensor, on its device again; those that the backward pass needs next are on their way."""
@@ -146,10 +168,13 @@ class Waiting:
             if (waiting := reference()) is not None:
                 waiting.fetch()
         (tensor, arrived), self.fetched = self.fetched, None
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        tensor.record_stream(current)
+        torch.cuda.current_stream(self.device).wait_event(arrived)
         return tensor
+
+    def __del__(self) -> None:
+        # Fetched for a backward pass that never came: the memory may serve others once the copy into it has ended.
+        if self.fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.fetched[1])
 
 
 def _host_memory(tensor: Tensor, pinned: bool) -> Tensor:
@@ -159,6 +184,14 @@ def _host_memory(tensor: Tensor, pinned: bool) -> Tensor:
 
 def _unpack(packed: Waiting | Kept) -> Tensor:
     return packed.take()
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Whether it is made of one parameter alone: a view, or the copy in another dtype that autocast keeps for itself."""
+    step = tensor.grad_fn
+    while step is not None and len(step.next_functions) == 1:
+        step = step.next_functions[0][0]
+    return step is not None and isinstance(getattr(step, "variable", None), nn.Parameter)
 
 
 def _address(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
 from workbench.models import attention
+from workbench.models.compiling import Compile, compile_layers, eager
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
@@ -74,6 +75,7 @@ class Policy(nn.Module):
         chunked_head: whether logits are formed in pieces (see `token_logps`).
         head_dtype: in which the head's products are computed; None: the weights' own, or autocast's.
         activation_offloading: whether what the layers keep for the backward pass waits on the host.
+        torch_compile: whether the layers are compiled: True, or arguments of ``torch.compile``.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Policy(nn.Module):
         chunked_head: Chunked = "auto",
         head_dtype: torch.dtype | None = None,
         activation_offloading: bool = False,
+        torch_compile: Compile = False,
     ) -> None:
         super().__init__()
+        self.torch_compile = torch_compile
         self.activation_offloading = activation_offloading
         self.head_dtype = head_dtype
         self.chunked_head = chunked_head
@@ -101,6 +105,7 @@ class Policy(nn.Module):
                 f"method.layout=shared does not go with model.attn_implementation={self.config._attn_implementation}; allowed: "
                 f"{', '.join(attention.OURS)}."
             )
+        compile_layers(self.causal_lm, torch_compile)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -230,9 +235,10 @@ class Policy(nn.Module):
         Returns:
             Logits after the last of ``input_ids``, fp32 ``[B, V]``.
         """
-        out = self.causal_lm.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True
-        )
+        with self._as_written():
+            out = self.causal_lm.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True
+            )
         return Head.of(self.causal_lm, self.head_dtype)(out.last_hidden_state[:, -1])
 
     @torch.no_grad()
@@ -247,9 +253,12 @@ class Policy(nn.Module):
         Returns:
             New tokens alone ``[B, n]``.
         """
-        with evaluating(self):
+        with evaluating(self), self._as_written():
             out = self.hf.generate(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **kwargs)
         return out[:, input_ids.shape[1] :]
+
+    def _as_written(self) -> contextlib.AbstractContextManager[None]:
+        return eager() if self.torch_compile else contextlib.nullcontext()
 
 
 def seen_before(batch: MicroBatch) -> Seen:
