@@ -9,6 +9,7 @@ from workbench.errors import UserError
 from workbench.losses.reduce import Normalisers
 from workbench.models.logps import LogitsProcessing
 from workbench.models.policy import Policy, set_gradient_checkpointing
+from workbench.rollouts import room
 from workbench.rollouts.torch_engine import TorchEngine
 from workbench.rollouts.types import Request, Sampling
 from workbench.tiny.model import ARCHITECTURES, tiny_model
@@ -112,6 +113,35 @@ def test_company_and_order_change_nothing(options):
             assert np.allclose(rollout.logps, expected[i].logps, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in RECURRENT])
+def test_a_static_cache_changes_nothing(architecture):
+    policy = Policy(tiny_model(architecture, size="pico"))
+    asked, sampling = requests(prompts(3, 23, 40)), Sampling(max_new_tokens=24, end_ids=(7, 9, 30))
+    dynamic, static = (engine(policy, cache=kind).generate(asked, sampling) for kind in ("dynamic", "static"))
+    assert len({len(r.token_ids) for r in static}) > 1
+    for a, b in zip(dynamic, static, strict=True):
+        assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
+        assert np.allclose(a.logps, b.logps, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("lengths", [(30,), (9, 30)], ids=str)  # without padding and with it
+def test_the_cache_has_room_for_prompt_and_completion_and_no_more(kind, lengths, monkeypatch):
+    made, name = [], "room" if kind == "dynamic" else "static_room"
+    original = getattr(room, name)
+    monkeypatch.setattr(room, name, lambda *args: made.append(original(*args)) or made[-1])
+    policy = Policy(tiny_model("llama", size="pico"))
+    engine(policy, cache=kind).generate(requests(prompts(*lengths)), Sampling(max_new_tokens=70))
+    (cache,) = made
+    widths = {(layer.keys if kind == "static" else layer.buffers[0]).shape[2] for layer in cache.layers}
+    assert widths == {100}
+
+
+def test_an_unknown_cache_is_refused():
+    with pytest.raises(UserError, match=r"method.engine.cache='statik' is not known. Did you mean 'static'\?"):
+        TorchEngine(cache="statik")
+
+
 def test_samples_and_seeds_differ_and_repeat():
     policy = Policy(tiny_model("llama", size="pico"))
     sampling, mine = Sampling(max_new_tokens=12), engine(policy)
@@ -211,8 +241,6 @@ def test_companies_move_logits_by_rounding_alone():
     """What the docstring says of equality: one row beside 63 others."""
     policy = Policy(tiny_model("llama", size="nano")).eval()
     ids = torch.tensor(prompts(*[40] * 64))
-    from workbench.rollouts.room import room
-
-    together = policy.decode(ids, room())
-    alone = torch.cat([policy.decode(row[None], room()) for row in ids])
+    together = policy.decode(ids, room.room())
+    alone = torch.cat([policy.decode(row[None], room.room()) for row in ids])
     assert (together - alone).abs().max() < 1e-5 * together.abs().max()

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from workbench.errors import UserError, check_at_least
+from workbench.errors import UserError, check_at_least, check_choice
 from workbench.models.policy import evaluating
 from workbench.models.prepacked import prepacked
 from workbench.rollouts import room
@@ -53,11 +53,15 @@ class TorchEngine(OwnPolicyEngine):
 
     Args:
         batch_size: most completions that are written at a time.
+        cache: ``dynamic`` gives keys and values room as they come; ``static`` all of it at once, for prompt and completion, so
+            that shapes depend on the number of rows alone (for compilers; every step then computes with the full length).
     """
 
-    def __init__(self, batch_size: int = 64) -> None:
+    def __init__(self, batch_size: int = 64, cache: room.Kind = "dynamic") -> None:
         check_at_least(1, method__engine__batch_size=batch_size)
+        check_choice("method.engine.cache", cache, get_args(room.Kind))
         self.batch_size = batch_size
+        self.cache = cache
 
     def start(self, policy: "Policy", tokenizer: "PreTrainedTokenizerBase") -> None:
         """Takes the policy.
@@ -104,7 +108,7 @@ class TorchEngine(OwnPolicyEngine):
 
     def _write(self, rows: list[_Row], sampling: Sampling, forwards: "_Forwards") -> None:
         """Writes the completions of one batch."""
-        state = _State.read(rows, sampling, forwards)
+        state = _State.read(rows, sampling, forwards, self.cache)
         ends = set(sampling.end_ids)
         while True:
             position = len(state.rows[0].tokens)
@@ -155,7 +159,7 @@ class _State:
         cache: keys and values of all tokens but the last.
         logits: of the next token ``[B, V]``.
         positions: of the next token to be read ``[B]``.
-        mask: 1 for tokens, 0 for padding, with room for all to come ``[B, L]``; None: no padding.
+        mask: 1 for tokens, 0 for padding, and 1 for all to come ``[B, L]``; None: no padding.
         length: tokens in the cache, padding included.
         seen: which tokens prompt and completion hold ``[B, V]``; None: no penalty asks.
     """
@@ -173,7 +177,7 @@ class _State:
         return self.positions.device
 
     @classmethod
-    def read(cls, rows: list[_Row], sampling: Sampling, forwards: "_Forwards") -> "_State":
+    def read(cls, rows: list[_Row], sampling: Sampling, forwards: "_Forwards", kind: room.Kind) -> "_State":
         """Reads each distinct prompt once."""
         prompts: dict[tuple[int, ...], int] = {}
         which = [prompts.setdefault(tuple(row.request.prompt_ids), len(prompts)) for row in rows]
@@ -188,8 +192,10 @@ class _State:
         mask = (torch.arange(room_for) >= padding).long().to(device)
         positions = (torch.arange(longest) - padding).clamp(min=0).to(device)
         padded, index = bool(padding.any()), torch.tensor(which, device=device)
-        input_ids, cache = input_ids.to(device), room.room()
-        logits = forwards(input_ids, cache, attention_mask=mask[:, :longest] if padded else None, position_ids=positions)
+        input_ids = input_ids.to(device)
+        cache = room.room(room_for) if kind == "dynamic" else room.static_room(room_for, forwards.policy.config)
+        read = mask if kind == "static" else mask[:, :longest]
+        logits = forwards(input_ids, cache, attention_mask=read if padded else None, position_ids=positions)
         room.rearrange(cache, index)
         seen = None
         if sampling.repetition_penalty != 1.0:
@@ -220,7 +226,8 @@ class _State:
         self.length += 1
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
-        mask = None if self.mask is None else self.mask[:, : self.length]
+        whole = self.mask is None or self.cache.is_compileable  # whose shapes stay what they are
+        mask = self.mask if whole else self.mask[:, : self.length]
         self.logits = forwards(tokens[:, None], self.cache, attention_mask=mask, position_ids=self.positions[:, None])
         self.positions = self.positions + 1
 
