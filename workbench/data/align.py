@@ -3,10 +3,12 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from workbench.data.skeleton import common_length
@@ -27,30 +29,45 @@ class Encoded(Protocol):
         ...
 
 
-@dataclass
 class WithOffsets:
     """Tokens with the characters of each, from a fast tokenizer.
 
     Characters that the tokenizer leaves out of its offsets (a space joined to the next word) count to the token after.
+    Offsets cost more to read than ids, so that they stay with the tokenizer's ``encoding`` until a place inside is asked for.
+
+    Args:
+        ids: token ids ``[n]``.
+        encoding: the tokenizer's own, of the same tokens.
+        size: characters of the text.
     """
 
-    ids: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    def __init__(self, ids: Sequence[int], encoding: Encoding, size: int) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        self.encoding = encoding
+        self.size = size
 
-    @classmethod
-    def of(cls, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> "WithOffsets":
-        pairs = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """First character of each token ``[n]``, and one past its last ``[n]``."""
+        pairs = np.array(self.encoding.offsets, dtype=np.int64).reshape(-1, 2)
         ends = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
         starts = np.minimum(pairs[:, 0], np.concatenate([[0], ends[:-1]])) if len(pairs) else pairs[:, 0]
-        return cls(np.array(ids, dtype=np.int32), starts, ends)
+        return starts, ends
 
     def tokens_in(self, start: int, end: int) -> tuple[int, int]:
-        return int(np.searchsorted(self.ends, start, "right")), int(np.searchsorted(self.starts, end, "left"))
+        if start == 0 and end >= self.size and self._fills():
+            return 0, len(self.ids)
+        starts, ends = self.places
+        return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, end, "left"))
 
     def joined(self, place: int) -> bool:
-        first = self.tokens_in(place, place)[0]
-        return first < len(self.starts) and bool(self.starts[first] < place)
+        starts, first = self.places[0], self.tokens_in(place, place)[0]
+        return first < len(starts) and bool(starts[first] < place)
+
+    def _fills(self) -> bool:
+        """Whether neither the first nor the last token lies outside the text (one that the tokenizer adds holds nothing)."""
+        outer = [self.encoding.token_to_chars(i) for i in (0, len(self.ids) - 1)] if len(self.ids) else [None]
+        return None not in outer and outer[0][1] > 0 and outer[-1][0] < self.size
 
 
 @dataclass
@@ -127,8 +144,9 @@ class TextEncoder:
             return []
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         if self.tokenizer.is_fast and offsets:
-            out = self.tokenizer(texts, return_offsets_mapping=True, return_token_type_ids=False, **options)
-            return [WithOffsets.of(i, o) for i, o in zip(out["input_ids"], out["offset_mapping"], strict=True)]
+            out = self.tokenizer(texts, return_token_type_ids=False, **options)
+            made = zip(out["input_ids"], out.encodings, texts, strict=True)
+            return [WithOffsets(ids, encoding, len(text)) for ids, encoding, text in made]
         ids = self.tokenizer(texts, return_token_type_ids=False, **options)["input_ids"]
         return [WithoutOffsets(np.array(i, dtype=np.int32), t, self.tokenizer) for i, t in zip(ids, texts, strict=True)]
 
