@@ -121,7 +121,7 @@ def test_a_static_cache_changes_nothing(architecture):
     assert len({len(r.token_ids) for r in static}) > 1
     for a, b in zip(dynamic, static, strict=True):
         assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
-        assert np.allclose(a.logps, b.logps, atol=1e-6)
+        assert np.allclose(a.logps, b.logps, rtol=0, atol=3e-6)  # masked columns change the order of a sum
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

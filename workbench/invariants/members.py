@@ -28,6 +28,7 @@ class Member:
         saved_by: overrides of that first run.
         needs: a package without which it is skipped.
         online: whether it is one of methods that write completions alone.
+        shown_by: the classes that have it, where it does not depend on the loss; empty: all that can.
     """
 
     about: str
