@@ -20,9 +20,9 @@ def encoded(monkeypatch) -> list[int]:
     calls: list[int] = []
     real = TextEncoder.encode
 
-    def encode(self, texts, offsets=True):
+    def encode(self, texts, places=None):
         calls.append(len(texts))
-        return real(self, texts, offsets)
+        return real(self, texts, places)
 
     monkeypatch.setattr(TextEncoder, "encode", encode)
     return calls

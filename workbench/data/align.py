@@ -1,7 +1,8 @@
 """Texts to token ids, and characters to tokens of the same tokenisation."""
 
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -9,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from workbench.data.skeleton import common_length
 from workbench.errors import UserError
@@ -68,6 +70,31 @@ class WithOffsets:
         """Whether neither the first nor the last token lies outside the text (one that the tokenizer adds holds nothing)."""
         outer = [self.encoding.token_to_chars(i) for i in (0, len(self.ids) - 1)] if len(self.ids) else [None]
         return None not in outer and outer[0][1] > 0 and outer[-1][0] < self.size
+
+
+class Whole:
+    """Tokens of a text that they cover from end to end; places within it are looked up once one is asked for.
+
+    Args:
+        ids: token ids ``[n]``.
+        text: the text.
+        look_up: tokenises it again, with places.
+    """
+
+    def __init__(self, ids: Sequence[int], text: str, look_up: Callable[[str], Encoded]) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        self.text, self._look_up = text, look_up
+
+    @cached_property
+    def _placed(self) -> Encoded:
+        return self._look_up(self.text)
+
+    def tokens_in(self, start: int, end: int) -> tuple[int, int]:
+        whole = start == 0 and end >= len(self.text) > 0
+        return (0, len(self.ids)) if whole else self._placed.tokens_in(start, end)
+
+    def joined(self, place: int) -> bool:
+        return self._placed.joined(place)
 
 
 @dataclass
@@ -137,18 +164,57 @@ class TextEncoder:
         self.prefix, after = _added(tokenizer)
         self.suffix = [i for i in after if i != self.eos]
 
-    def encode(self, texts: Iterable[str], offsets: bool = True) -> list[Encoded]:
-        """Token ids of each text as it stands (no special tokens added). ``offsets``: places will be asked for."""
+    def encode(self, texts: Iterable[str], places: Sequence[bool] | None = None) -> list[Encoded]:
+        """Token ids of each text as it stands (no special tokens added). ``places``: of which texts places within will be asked
+        for, all by default; ids alone take a fast tokenizer half the time."""
         texts = list(texts)
+        if places is None or not self.covers:
+            places = [True] * len(texts)
+        # Some tokenizers leave blanks out of their offsets, those at the start of a text too.
+        places = [place or text[:1].isspace() for text, place in zip(texts, places, strict=True)]
+        asked = iter(self._encode([text for text, place in zip(texts, places, strict=True) if place]))
+        whole = [text for text, place in zip(texts, places, strict=True) if not place]
+        ids = iter(self._ids(whole))
+        look_up = lambda text: self._encode([text])[0]  # noqa: E731
+        return [next(asked) if place else Whole(next(ids), text, look_up) for text, place in zip(texts, places, strict=True)]
+
+    @cached_property
+    def covers(self) -> bool:
+        """Whether every token stands for some of its text, so that all of them belong to the whole: byte pairs, where nothing is
+        put before a text and nothing of it is left out."""
+        if not self.tokenizer.is_fast or type(self.tokenizer)._encode_plus is not TokenizersBackend._encode_plus:
+            return False
+        backend = self.tokenizer.backend_tokenizer
+        splits = _parts(backend.pre_tokenizer, "pretokenizers")
+        return (
+            type(backend.model) is BPE
+            and all(part["type"] == "NFC" for part in _parts(backend.normalizer, "normalizers"))
+            and all(part["type"] in ("ByteLevel", "Digits", "Split") for part in splits)
+            and all(part.get("behavior", "Isolated") == "Isolated" for part in splits)
+            and not any(part.get("add_prefix_space") for part in splits)
+        )
+
+    def _encode(self, texts: list[str]) -> list[Encoded]:
         if not texts:
             return []
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        if self.tokenizer.is_fast and offsets:
-            out = self.tokenizer(texts, return_token_type_ids=False, **options)
+        out = self.tokenizer(texts, return_token_type_ids=False, **options)
+        if self.tokenizer.is_fast:
             made = zip(out["input_ids"], out.encodings, texts, strict=True)
             return [WithOffsets(ids, encoding, len(text)) for ids, encoding, text in made]
-        ids = self.tokenizer(texts, return_token_type_ids=False, **options)["input_ids"]
-        return [WithoutOffsets(np.array(i, dtype=np.int32), t, self.tokenizer) for i, t in zip(ids, texts, strict=True)]
+        return [
+            WithoutOffsets(np.array(i, dtype=np.int32), t, self.tokenizer) for i, t in zip(out["input_ids"], texts, strict=True)
+        ]
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """Ids by the tokenizer's backend, set up as the tokenizer itself does before each call."""
+        if not texts:
+            return []
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_apart(self, text: str, places: Sequence[int]) -> Encoded:
         """Token ids of a text that is cut at ``places`` first."""
@@ -171,6 +237,12 @@ class TextEncoder:
             ended = len(ids) > 0 and ids[-1] == self.eos and not after
             after += [] if ended else [self.eos]
         return self.prefix, int(doubled), after, doubled
+
+
+def _parts(component: Any, key: str) -> list[dict[str, Any]]:
+    """Settings of a backend's normaliser or pre-tokenizer: of its parts, if it is a sequence."""
+    settings = json.loads(component.__getstate__()) if component is not None else {"type": "Sequence", key: []}
+    return settings[key] if settings["type"] == "Sequence" else [settings]
 
 
 def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

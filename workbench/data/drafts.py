@@ -49,6 +49,11 @@ class Draft:
     plain: bool = False
     end: bool = False
 
+    @property
+    def has_places(self) -> bool:
+        """Whether any place within the text matters."""
+        return bool(self.boundary or self.steps or any(start > 0 or end < len(self.text) for start, end, _ in self.spans))
+
 
 @dataclass
 class RowDraft:

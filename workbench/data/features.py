@@ -131,7 +131,7 @@ class RowPreparer:
         """Features of raw rows; ``indices`` are their numbers for messages."""
         drafted = [self._draft(row, i) for row, i in zip(rows, indices, strict=True)]
         drafts = [d for row in drafted if isinstance(row, RowDraft) for d in row.drafts]
-        encoded = map(self._steps_apart, drafts, self.encoder.encode([d.text for d in drafts]))
+        encoded = map(self._steps_apart, drafts, self.encoder.encode([d.text for d in drafts], [d.has_places for d in drafts]))
         made = []
         for row, index in zip(drafted, indices, strict=True):
             if isinstance(row, RowDraft):

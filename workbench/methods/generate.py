@@ -26,7 +26,7 @@ def prompt_ids(prompts: Sequence[Prompt], renderer: ChatRenderer) -> list[list[i
         for row, alone in zip(rows, plain, strict=True)
     ]
     found = []
-    for encoded, alone in zip(encoder.encode(texts, offsets=False), plain, strict=True):
+    for encoded, alone in zip(encoder.encode(texts), plain, strict=True):
         ids = encoded.ids.tolist()
         if alone:
             before, off, after, _ = encoder.around(encoded.ids, end=False)
