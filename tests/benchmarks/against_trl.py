@@ -81,7 +81,7 @@ class Side:
 def measure(name: str, units: int, python: str, threads: int, sides: tuple[str, ...] = SIDES) -> dict[str, Side]:
     """Runs the sides of a case."""
     case = cases.find(name)
-    sides = tuple(s for s in sides if s != "plain" or case.script is not None or case.method != "grpo")
+    sides = tuple(s for s in sides if s != "plain" or not (case.prepares or (case.method == "grpo" and case.script is None)))
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     cases.write(case, folder, units)
     running = {s: Side.start(s, name, folder, units, python if s == "trl" else sys.executable, threads) for s in sides}

@@ -124,3 +124,34 @@ def test_streams_refuse_what_their_first_rows_did_not_show():
         arrow.encode_row({"text": "b", "late": 1}, kinds, "encode", 7)
     with pytest.raises(UserError, match="Column 'n' holds 'many', where the rows before hold int64"):
         arrow.encode_row({"n": "many"}, kinds, "encode")
+
+
+VALUES = (
+    None,
+    True,
+    3,
+    2**70,
+    0.5,
+    "a",
+    b"a",
+    [],
+    [1],
+    ["a"],
+    [None, "b"],
+    [[1]],
+    {},
+    {"a": 1},
+    {"a": None},
+    {"b": 1},
+    {"a": "x"},
+)
+NESTED = (*VALUES, [{"a": 1}], [{"a": 1}, {"a": None}], [{"a": 1, "b": "x"}], {"a": {"b": 1}}, {"a": [1]}, (1,), {1: 2})
+
+
+@pytest.mark.parametrize("first", NESTED, ids=repr)
+def test_a_value_that_fits_leaves_the_kind_as_it_is(first):
+    kind = arrow.kind_of(first)
+    fitting = [value for value in NESTED if arrow.fits(value, kind)]
+    assert None in fitting
+    assert all(arrow.merge(kind, arrow.kind_of(value)) == kind for value in fitting)
+    assert first in fitting or kind == "json" or isinstance(first, tuple)  # those are looked at more closely

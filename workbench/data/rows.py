@@ -61,6 +61,24 @@ def _struct_kind(value: Mapping, column: str) -> Kind:
     return ("struct", fields) if usable else "json"
 
 
+def fits(value: Any, kind: Kind) -> bool:
+    """Whether ``merge(kind, kind_of(value))`` is certain to be ``kind``; False where that takes a closer look."""
+    if value is None:
+        return True
+    if isinstance(kind, str):
+        return _SCALARS.get(type(value)) == kind or (kind == "int64" and type(value) is int and -(2**63) <= value < 2**63)
+    if kind is None:
+        return False
+    if kind[0] == "list":
+        return type(value) is list and all(fits(item, kind[1]) for item in value)
+    if type(value) is not dict or len(value) != len(kind[1]):
+        return False
+    for (key, item), (name, inner) in zip(value.items(), kind[1], strict=True):
+        if key != name or not ((type(item) is str and inner == "string") or fits(item, inner)):
+            return False
+    return True
+
+
 def merge(a: Kind, b: Kind) -> Kind:
     """The kind that holds the values of both, unchanged."""
     if a == b or b is None:
@@ -91,6 +109,8 @@ def scan(rows: Iterable[Mapping[str, Any]], kinds: Kinds | None = None) -> Kinds
     """Columns of ``rows`` and the kind of each, merged with those known already."""
     kinds = kinds or {}
     for row in rows:
+        if all(name in kinds and fits(value, kinds[name]) for name, value in row.items()):
+            continue  # as most rows do
         found = {name: kind_of(value, name) for name, value in row.items()}
         if found != kinds:
             kinds = merge_columns(kinds, found)
