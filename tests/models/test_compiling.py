@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import torch._dynamo
+from support import SaveAt, assert_same_trajectory, run_sft
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
-import workbench
 from tests.models.test_policy import NORM, random_ids, text
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
-from workbench.models.compiling import check_compile, check_compiler, is_compiled
+from workbench.models.compiling import check_compile, check_compiler, is_compiled, uncompiled
 from workbench.models.peft import PeftSpec, apply_peft
 from workbench.models.policy import Policy, set_gradient_checkpointing
 from workbench.tiny.model import tiny_model
@@ -96,6 +97,20 @@ def test_writing_compiles_nothing():
     assert torch.equal(written, plain.generate(ids, torch.ones_like(ids), max_new_tokens=5, do_sample=False))
 
 
+def test_layers_are_compiled_again_after_an_error():
+    policy = Policy(tiny_model("llama", size="pico"), torch_compile=TRACED)
+    calls = [m._compiled_call_impl for m in policy.modules()]
+    with pytest.raises(ZeroDivisionError), uncompiled(policy):
+        assert not is_compiled(policy)
+        raise ZeroDivisionError
+    assert [m._compiled_call_impl for m in policy.modules()] == calls
+
+
+def test_what_torch_refuses_is_one_line():
+    with pytest.raises(UserError, match=r"torch_compile=\{'mode': 'fast'\}: torch refuses this: "):
+        Policy(tiny_model("llama", size="pico"), torch_compile={"mode": "fast"})
+
+
 def test_a_copy_is_not_compiled_until_it_is_a_policy():
     policy = Policy(tiny_model("llama", size="pico"), torch_compile=TRACED)
     assert is_compiled(policy)
@@ -133,21 +148,18 @@ def test_a_missing_compiler_is_said_before_training(monkeypatch):
     check_compiler(torch.device("cpu"), False)
 
 
-def test_a_run_follows_the_one_that_is_not_compiled(tmp_path):
-    common = (
-        "model.init_kwargs={size:pico}",
-        "trainer=cpu",
-        "callbacks=none",
-        "logger=csv",
-        "exact_match=0",
-        "save_model=false",
-        "method.layout=padded",
-        "trainer.max_steps=3",
-    )
-    run = workbench.train(
-        *common, "trainer.max_steps=4", f"paths.run_dir={tmp_path / 'a'}", "method.torch_compile={backend: aot_eager}"
-    )
-    plain = workbench.train(*common, "trainer.max_steps=4", f"paths.run_dir={tmp_path / 'b'}")
-    torch.testing.assert_close(run.history["train/loss"].to_numpy(), plain.history["train/loss"].to_numpy(), rtol=1e-5, atol=1e-6)
-    assert list(run.method.state_dict()) == list(plain.method.state_dict())
-    assert is_compiled(run.method)
+def test_a_run_goes_on_compiled_or_not_from_either_checkpoint(tmp_path):
+    settings = {"trainer": {"max_steps": 4}, "data": {"micro_batch_size": 4}}
+    whole, methods = {}, {"plain": {"layout": "padded"}, "compiled": {"layout": "padded", "torch_compile": TRACED}}
+    for name, method in methods.items():
+        whole[name], module, _ = run_sft(method=method, callbacks=[SaveAt(tmp_path / name, [2])], **settings)
+        assert is_compiled(module) == (name == "compiled")
+        module.save_pretrained(tmp_path / f"{name}-model")
+    assert_same_trajectory(whole["compiled"], whole["plain"])
+    saved = [torch.load(tmp_path / name / "2.ckpt", weights_only=True)["state_dict"] for name in methods]
+    assert list(saved[0]) == list(saved[1])
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model").state_dict() for name in methods]
+    assert list(models[0]) == list(models[1])
+    for start, other in (("plain", "compiled"), ("compiled", "plain")):
+        rest, *_ = run_sft(method=methods[other], checkpoint=tmp_path / start / "2.ckpt", **settings)
+        assert_same_trajectory(rest, whole["plain"][2:])

@@ -114,6 +114,7 @@ class Method(L.LightningModule):
         self._closing = False
         self._last_time: float | None = None
         check_at_least(1, method__pad_to_multiple_of=pad_to_multiple_of)
+        check_compile(torch_compile, layout, gradient_checkpointing, activation_offloading)
         if activation_offloading and gradient_checkpointing == "selective":
             raise UserError(
                 "method.activation_offloading=true does not reach what gradient_checkpointing=selective keeps; set "

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from workbench.errors import UserError, nearest
 
 Compile = bool | dict[str, Any]
-_FIXED = ("fullgraph", "dynamic", "recompile_limit")  # of torch.compile, and not for users to set
+ARGUMENTS = ("backend", "mode", "options")  # of torch.compile
 _VARIANTS = 64  # of a layer: with a gradient and without, in training and evaluation, of one row or several, by kind of attention
 
 
 def check_compile(options: Compile, layout: str, gradient_checkpointing: bool | str, offloading: bool) -> None:
-    """Refuses what cannot be compiled.
+    """Refuses what cannot be compiled; a layout that is still to be chosen (``auto``) is not judged.
 
     Raises:
         UserError: an option that torch.compile has not, a backend that does not exist, or a combination that would silently run
@@ -25,20 +25,23 @@ def check_compile(options: Compile, layout: str, gradient_checkpointing: bool | 
     """
     if options is False:
         return
-    known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "name", *_FIXED)]
-    for name in options if isinstance(options, dict) else ():
-        if name not in known:
-            raise UserError(f"method.torch_compile has no option {name!r}.{nearest(name, known)} Allowed: {', '.join(known)}.")
-    backend = options.get("backend", "inductor") if isinstance(options, dict) else "inductor"
-    backends = torch._dynamo.list_backends(exclude_tags=None)
+    given = options if isinstance(options, dict) else {}
+    for name in given:
+        if name not in ARGUMENTS:
+            raise UserError(
+                f"method.torch_compile has no option {name!r}.{nearest(name, ARGUMENTS)} Allowed: {', '.join(ARGUMENTS)}."
+            )
+    backend, backends = given.get("backend"), torch._dynamo.list_backends(exclude_tags=None)
     if isinstance(backend, str) and backend not in backends:
-        raise UserError(f"method.torch_compile.backend={backend} is not known.{nearest(backend, backends)}")
+        raise UserError(
+            f"method.torch_compile.backend={backend} is not known.{nearest(backend, backends)} Allowed: {', '.join(backends)}."
+        )
     if offloading:
         raise UserError(
             "method.torch_compile with activation_offloading=true would compile the layers anew in every pass: set one of the "
             "two to false."
         )
-    if gradient_checkpointing and layout != "padded":
+    if gradient_checkpointing and layout in ("packed", "shared"):
         raise UserError(
             f"method.torch_compile would compile nothing with gradient_checkpointing={gradient_checkpointing} and "
             f"layout={layout}: set method.layout=padded, or method.gradient_checkpointing=false."
@@ -56,7 +59,7 @@ def compile_layers(model: PreTrainedModel, options: Compile) -> None:
         options: True, or arguments of ``torch.compile``.
 
     Raises:
-        UserError: the model does not say which modules its layers are.
+        UserError: the model does not say which modules its layers are, or torch refuses the arguments.
     """
     if options is False:
         return
@@ -67,8 +70,11 @@ def compile_layers(model: PreTrainedModel, options: Compile) -> None:
     given: dict[str, Any] = {"dynamic": True, **(options if isinstance(options, dict) else {})}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         given["recompile_limit"] = _VARIANTS
-    for layer in layers:
-        layer.compile(**given)
+    try:
+        for layer in layers:
+            layer.compile(**given)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UserError(f"method.torch_compile={options}: torch refuses this: {str(error).splitlines()[0]}") from None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -77,10 +83,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def eager() -> Iterator[None]:
+def uncompiled(module: nn.Module) -> Iterator[None]:
     """Inside, compiled layers run as they are written: for passes whose shapes change with every token."""
-    with torch.compiler.set_stance("force_eager"):
+    aside = [(m, m._compiled_call_impl) for m in module.modules() if m._compiled_call_impl is not None]
+    try:
+        for layer, _ in aside:
+            layer._compiled_call_impl = None
         yield
+    finally:
+        for layer, call in aside:
+            layer._compiled_call_impl = call
 
 
 def check_compiler(device: torch.device, options: Compile) -> None:

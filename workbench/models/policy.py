@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
 from workbench.models import attention
-from workbench.models.compiling import Compile, compile_layers, eager
+from workbench.models.compiling import Compile, compile_layers, uncompiled
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
@@ -235,7 +235,7 @@ class Policy(nn.Module):
         Returns:
             Logits after the last of ``input_ids``, fp32 ``[B, V]``.
         """
-        with self._as_written():
+        with uncompiled(self):
             out = self.causal_lm.base_model(
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True
             )
@@ -253,12 +253,9 @@ class Policy(nn.Module):
         Returns:
             New tokens alone ``[B, n]``.
         """
-        with evaluating(self), self._as_written():
+        with evaluating(self), uncompiled(self):
             out = self.hf.generate(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **kwargs)
         return out[:, input_ids.shape[1] :]
-
-    def _as_written(self) -> contextlib.AbstractContextManager[None]:
-        return eager() if self.torch_compile else contextlib.nullcontext()
 
 
 def seen_before(batch: MicroBatch) -> Seen:

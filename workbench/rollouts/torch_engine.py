@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from workbench.errors import UserError, check_at_least, check_choice
+from workbench.models.compiling import uncompiled
 from workbench.models.policy import evaluating
 from workbench.models.prepacked import prepacked
 from workbench.rollouts import room
@@ -85,7 +86,8 @@ class TorchEngine(OwnPolicyEngine):
         """
         rows = [self._row(request, index, sampling) for index, request in enumerate(requests)]
         forwards = _Forwards(self.policy)
-        with evaluating(self.policy), prepacked(self.policy, max((row.bound for row in rows), default=0)):
+        steps = max((row.bound for row in rows), default=0)
+        with evaluating(self.policy), uncompiled(self.policy), prepacked(self.policy, steps):
             for wave in _waves(rows, self.batch_size):
                 self._write(wave, sampling, forwards)
             forwards.finish()
