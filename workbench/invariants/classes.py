@@ -74,7 +74,7 @@ def load_class(name: str) -> InvariantClass:
         absent = {m: "it writes no completions" for m, member in MEMBERS.items() if member.online} | absent
     for member, which in MEMBERS.items():
         if which.shown_by and name not in which.shown_by:
-            absent.setdefault(member, f"it does not depend on the loss; {' and '.join(which.shown_by)} shows it")
+            absent.setdefault(member, f"it does not depend on the loss: shown by {', '.join(which.shown_by)}")
     for member in absent:
         if member not in MEMBERS:
             raise UserError(f"{file}: {member!r} is no member.{nearest(member, MEMBERS)}")

@@ -66,7 +66,11 @@ MEMBERS: dict[str, Member] = {
     "eager_attention": Member("attention written out instead of fused", ("model.attn_implementation=eager",)),
     "checkpointing": Member("activations recomputed", (_micro(4), "method.gradient_checkpointing=true")),
     "selective_checkpointing": Member("all but attention recomputed", ("method.gradient_checkpointing=selective",)),
-    "offloaded": Member("activations wait elsewhere", (_micro(4), "method.activation_offloading=true")),
+    "offloaded": Member(
+        "activations wait elsewhere",
+        (_micro(4), "method.activation_offloading=true"),
+        shown_by=("sft", "dpo", "kto", "reward", "grpo"),
+    ),
     "compiled": Member("layers compiled", ("method.torch_compile=true",), shown_by=("sft", "grpo")),
     "compiled_shared": Member(
         "layers compiled around attention over a forest",
