@@ -122,6 +122,9 @@ def test_a_copy_is_not_compiled_until_it_is_a_policy():
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
+        ("reduce-overhead", {}, "torch_compile='reduce-overhead': allowed are true, false, or a mapping of backend"),
+        (None, {}, "torch_compile=None: allowed"),
+        (0, {}, "torch_compile=0: allowed"),
         ({"modus": "x"}, {}, r"no option 'modus'. Did you mean 'mode'\?"),
         ({"fullgraph": True}, {}, "no option 'fullgraph'"),
         ({"backend": "inducter"}, {}, r"backend=inducter is not known. Did you mean 'inductor'\?"),

@@ -23,6 +23,8 @@ def check_compile(options: Compile, layout: str, gradient_checkpointing: bool | 
         UserError: an option that torch.compile has not, a backend that does not exist, or a combination that would silently run
             as if nothing had been compiled.
     """
+    if not isinstance(options, bool | dict):
+        raise UserError(f"method.torch_compile={options!r}: allowed are true, false, or a mapping of {', '.join(ARGUMENTS)}.")
     if options is False:
         return
     given = options if isinstance(options, dict) else {}
