@@ -18,16 +18,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workbench.errors import UserError
+from workbench.models import forest_flex
 
 PREFIX = "forest_"  # of the registered names; what follows computes whenever there is no forest
 _CALL = 4096  # products of a query and a key that take about as long as one more call
 OURS = ("sdpa", "eager")  # implementations that a forest can stand in for
+_FLEX = ("cuda",)  # devices with a FlexAttention that has a backward pass
 
 
 @dataclass
@@ -77,11 +81,14 @@ class Forest:
         lengths: tokens of each segment, N in all.
         parent: the segment that each one continues, an earlier one, or -1.
         device: of the indices.
+        kernels: let a GPU's FlexAttention compute it where that passes a test.
     """
 
     lengths: list[int]
     parent: list[int]
     device: torch.device = field(default=torch.device("cpu"), compare=False)
+    kernels: bool = field(default=True, compare=False)
+    _block_masks: dict[int | None, BlockMask] = field(default_factory=dict, repr=False, compare=False)
 
     def context(self, segment: int) -> list[int]:
         """The segments that ``segment`` continues, from the root on."""
@@ -107,6 +114,12 @@ class Forest:
             lengths = [self.lengths[s] for s in group]
             made.append(Bucket(queries.to(self.device), keys.to(self.device), [before[s] for s in group], lengths))
         return made
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """What FlexAttention takes; made once for all layers of the same window."""
+        if window not in self._block_masks:
+            self._block_masks[window] = forest_flex.block_mask(self.lengths, self.parent, window, self.device)
+        return self._block_masks[window]
 
     @functools.cached_property
     def order(self) -> Tensor:
@@ -185,23 +198,47 @@ def _attention(
         own = {k: v for k, v in own.items() if v is not None}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager_of(module))
         return function(module, query, key, value, attention_mask, **own, **kwargs)
+    for unknown in ("s_aux", "position_bias"):
+        if kwargs.get(unknown) is not None:
+            raise UserError(f"{type(module).__name__} passes {unknown}, which packed and shared layouts do not know.")
     options = {"dropout": dropout, "scaling": scaling, "window": sliding_window, "softcap": softcap}
-    return _over_forest(module, query, key, value, forest, options, kwargs), None
+    return _over_forest(query, key, value, forest, options), None
 
 
 @torch.compiler.disable  # indices differ from batch to batch
-def _over_forest(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forest: Forest,
-    options: dict[str, Any],
-    further: dict[str, object],
-) -> Tensor:
-    for unknown in ("s_aux", "position_bias"):
-        if further.get(unknown) is not None:
-            raise UserError(f"{type(module).__name__} passes {unknown}, which packed and shared layouts do not know.")
+def _over_forest(query: Tensor, key: Tensor, value: Tensor, forest: Forest, options: dict[str, Any]) -> Tensor:
+    """In one kernel where there is one, otherwise bucket by bucket."""
+    # What looks at single operations, as selective checkpointing does, sees none in a compiled kernel.
+    watched = is_in_torch_dispatch_mode()
+    if forest.kernels and query.device.type in _FLEX and options["dropout"] == 0.0 and not watched:
+        query, key, value = _as_autocast(query, key, value)
+        if _flex_serves(query, key, value, options):
+            mask = forest.block_mask(options["window"])
+            return forest_flex.attend(query, key, value, mask, options["scaling"], options["softcap"]).transpose(1, 2)
+    return _by_buckets(query, key, value, forest, options)
+
+
+def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast does to the arguments of SDPA, and not to those of FlexAttention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
+
+
+def _flex_serves(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    own = {name: options[name] for name in ("scaling", "window", "softcap")}
+    heads, widths = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
+    kind = forest_flex.Kind(query.device, query.dtype, heads, widths, **own)
+
+    def otherwise(lengths: list[int], parent: list[int], window: int | None) -> forest_flex.Compute:
+        forest = Forest(lengths, parent, query.device)
+        return lambda q, k, v: _by_buckets(q, k, v, forest, options | {"window": window}).transpose(1, 2)
+
+    return forest_flex.trusted(kind, otherwise)
+
+
+def _by_buckets(query: Tensor, key: Tensor, value: Tensor, forest: Forest, options: dict[str, Any]) -> Tensor:
     heads, width = query.shape[1], query.shape[3]
     rows = [t[0].transpose(0, 1).flatten(1) for t in (query, key, value)]
     outputs = []

@@ -20,6 +20,7 @@ from workbench.models import attention
 from workbench.models.compiling import Compile, compile_layers, uncompiled
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
+from workbench.models.load import record_of
 from workbench.models.logps import Chunked, Head, LogitsProcessing, Seen, token_logps
 from workbench.models.offload import Offload
 from workbench.models.work import Work
@@ -100,6 +101,8 @@ class Policy(nn.Module):
         self.work = Work()
         _check_supported(hf, self.causal_lm)
         self.takes_forest = layout != "padded" and attention.install(self.causal_lm)
+        record = record_of(hf)
+        self.kernels = record is None or record.spec.attn_implementation != "eager"  # who asks for it wants it written out
         if layout == "shared" and not self.takes_forest:
             raise UserError(
                 f"method.layout=shared does not go with model.attn_implementation={self.config._attn_implementation}; allowed: "
@@ -195,6 +198,7 @@ class Policy(nn.Module):
         mask = inputs.attention_mask
         if inputs.forest is not None and self.takes_forest:
             kwargs["forest"] = inputs.forest
+            inputs.forest.kernels = self.kernels
         elif inputs.forest is not None:
             mask = None  # positions that start again tell the documents apart
         out = self.causal_lm.base_model(
