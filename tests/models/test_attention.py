@@ -189,3 +189,11 @@ def test_an_empty_micro_batch_runs():
 def test_padding_further_than_a_window_behind_the_last_key_has_a_gradient(architecture):
     """Prompt and completions share a bucket, and the shorter ones' padding sees nothing."""
     assert_equal(tiny_model(architecture, size="pico"), "shared", batch_of(group(24, 4, 6, seed=3)))
+
+
+def test_capped_scores_are_not_left_to_sdpa():
+    """Transformers before 5.24 load Gemma 2 with SDPA, which ignores the cap."""
+    model, expected = (tiny_model("gemma2", size="pico") for _ in range(2))
+    model.config._attn_implementation = "sdpa"
+    assert torch.equal(outcome(model, "padded")[0], outcome(expected, "padded")[0])
+    assert model.config._attn_implementation == "eager"

@@ -10,6 +10,7 @@ repeats a forward later, when a global would already describe another batch.
 
 import functools
 import itertools
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workbench.errors import UserError
 from workbench.models import forest_flex
+
+log = logging.getLogger(__name__)
 
 PREFIX = "forest_"  # of the registered names; what follows computes whenever there is no forest
 _CALL = 4096  # products of a query and a key that take about as long as one more call
@@ -161,6 +164,14 @@ def install(model: PreTrainedModel) -> bool:
         return False
     model.set_attn_implementation(register(name))
     return True
+
+
+def keep_softcap(model: PreTrainedModel) -> None:
+    """Has scores that a model caps written out where its implementation is SDPA, which would leave them uncapped without a word."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        log.info("%s caps its attention scores, which sdpa does not do: computed with eager", type(model).__name__)
+        model.set_attn_implementation("eager")
 
 
 def register(name: str) -> str:

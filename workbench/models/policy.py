@@ -100,6 +100,7 @@ class Policy(nn.Module):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.work = Work()
         _check_supported(hf, self.causal_lm)
+        attention.keep_softcap(self.causal_lm)
         self.takes_forest = layout != "padded" and attention.install(self.causal_lm)
         record = record_of(hf)
         self.kernels = record is None or record.spec.attn_implementation != "eager"  # who asks for it wants it written out
