@@ -31,6 +31,11 @@ FORESTS = {
 }
 
 
+def whole(tokens):
+    """Tokens with the padding to whole blocks."""
+    return -(-tokens // forest_flex.BLOCK) * forest_flex.BLOCK
+
+
 def dense(lengths, parent, window):
     """What each token sees, pair by pair."""
     owner = [s for s, n in enumerate(lengths) for _ in range(n)]
@@ -80,8 +85,10 @@ def test_blocks_are_full_partial_or_left_out(name, window, pairs, monkeypatch):
     monkeypatch.setattr(forest_flex, "_PAIRS", pairs)  # rows of blocks one by one, or together
     lengths, parent = FORESTS[name]
     mask = forest_flex.block_mask(lengths, parent, window, CPU)
-    expected, size = dense(lengths, parent, window), forest_flex.BLOCK
-    blocks = -(-len(expected) // size)
+    size = forest_flex.BLOCK
+    padding = -sum(lengths) % size
+    expected = dense([*lengths, padding], [*parent, -1], window)
+    blocks = len(expected) // size
     listed = torch.zeros(blocks, blocks, dtype=torch.int64)
     for count, indices, kind in (
         (mask.kv_num_blocks, mask.kv_indices, 1),
@@ -99,8 +106,10 @@ def test_blocks_are_full_partial_or_left_out(name, window, pairs, monkeypatch):
 def test_blocks_are_those_that_torch_finds():
     lengths, parent = FORESTS["two groups"]
     ours = forest_flex.block_mask(lengths, parent, 200, CPU)
-    sees = forest_flex.visibility(lengths, parent, 200, CPU)
-    theirs = torch_flex.create_block_mask(sees, None, None, sum(lengths), sum(lengths), device="cpu")
+    padding = -sum(lengths) % forest_flex.BLOCK
+    sees = forest_flex.visibility([*lengths, padding], [*parent, -1], 200, CPU)
+    whole = sum(lengths) + padding
+    theirs = torch_flex.create_block_mask(sees, None, None, whole, whole, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, name).flatten(), getattr(theirs, name).flatten()), name
@@ -157,7 +166,7 @@ def test_the_first_pass_may_be_one_without_gradients(flex):
 
 def test_a_filler_at_the_end_changes_nothing(flex):
     assert_equal(tiny_model("llama", size="pico"), "shared", pad_to_multiple_of=32)
-    assert set(flex) - {sum(forest_flex._CHECKED[0])} == {-(-len(FOREST.tokens) // 32) * 32}
+    assert set(flex) == {forest_flex.BLOCK, whole(sum(forest_flex._CHECKED[0]))}
 
 
 def test_under_autocast_it_computes_in_the_lower_precision(flex):
@@ -201,12 +210,13 @@ def test_one_check_for_each_kind(flex):
     model = tiny_model("gemma2", size="pico")  # layers with and without a window
     outcome(model, "shared")
     assert len(forest_flex._trusted) == 2 and all(forest_flex._trusted.values())
-    checks = flex.count(sum(forest_flex._CHECKED[0]))
+    checked = whole(sum(forest_flex._CHECKED[0]))
+    assert flex.count(checked) == 2
     outcome(model, "packed")
-    assert flex.count(sum(forest_flex._CHECKED[0])) == checks == 2
+    assert flex.count(checked) == 2
 
 
-@pytest.mark.parametrize("fault", ["mask", "gradient", "refusal"])
+@pytest.mark.parametrize("fault", ["mask", "gradient", "nan", "refusal"])
 def test_a_wrong_kernel_is_not_used(fault, flex, monkeypatch, caplog):
     kernel = forest_flex._kernel()
 
@@ -226,7 +236,8 @@ def test_a_wrong_kernel_is_not_used(fault, flex, monkeypatch, caplog):
             whole = query.shape[2]
             mask = forest_flex.block_mask([whole], [-1], None, CPU)
         out = kernel(query, key, value, score_mod, mask, *args, **kwargs)
-        return Doubled.apply(out) if fault == "gradient" else out
+        out = Doubled.apply(out) if fault == "gradient" else out
+        return out * float("nan") if fault == "nan" else out
 
     monkeypatch.setattr(forest_flex, "_kernel", lambda: wrong)
     with caplog.at_level(logging.WARNING):

@@ -167,7 +167,7 @@ def install(model: PreTrainedModel) -> bool:
 
 
 def keep_softcap(model: PreTrainedModel) -> None:
-    """Has scores that a model caps written out where its implementation is SDPA, which would leave them uncapped without a word."""
+    """Has scores that a model caps written out where its implementation is SDPA, which silently leaves them uncapped."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
         log.info("%s caps its attention scores, which sdpa does not do: computed with eager", type(model).__name__)

@@ -2,7 +2,7 @@
 
 The kernel skips blocks of 128 queries by 128 keys in which nothing is seen, and reads no mask in blocks in which all is. Which
 blocks these are follows from the mask itself, evaluated a few rows of blocks at a time, so that no N x N array ever exists.
-Nothing is padded, and grouped heads are not copied.
+Grouped heads are not copied, and only the row's end is padded, to whole blocks: the kernel has no business beyond it.
 
 No kernel is trusted unseen: before the first use of each kind, a small forest is computed in both ways, with its gradients.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 128
 _PAIRS = 2**24  # queries times keys of which the mask is evaluated at a time
-_KERNELS = 64  # by kind, with and without a gradient, for few tokens and for many
+_KERNELS = 64  # by kind, with and without a gradient
 _CHECKED = ([190, 70, 135, 40, 33], [-1, 0, 0, 2, -1])  # lengths and parents: a prompt, its continuations, and a document
 _TOLERANCE = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # fp32 products may round to tf32
 Mask = Callable[[Tensor | None, Tensor | None, Tensor, Tensor], Tensor]
@@ -98,17 +98,16 @@ def visibility(lengths: list[int], parent: list[int], window: int | None, device
 
 
 def block_mask(lengths: list[int], parent: list[int], window: int | None, device: torch.device) -> BlockMask:
-    """The mask of a row of N tokens, and the blocks of it that have to be computed."""
-    sees = visibility(lengths, parent, window, device)
-    total = sum(lengths)
-    blocks = -(-total // BLOCK)
+    """The mask of a row of N tokens, and the blocks of it that have to be computed; padding is a segment of its own."""
+    padding = -sum(lengths) % BLOCK
+    sees = visibility([*lengths, padding], [*parent, -1], window, device)
+    total = sum(lengths) + padding
+    blocks = total // BLOCK
     keys = torch.arange(total, device=device)
     rows = max(1, _PAIRS // (total * BLOCK)) * BLOCK
     counts = []
     for queries in keys.split(rows):
-        seen = sees(None, None, queries[:, None], keys)
-        seen = F.pad(seen, (0, blocks * BLOCK - total, 0, -len(queries) % BLOCK))
-        counts.append(seen.view(-1, BLOCK, blocks, BLOCK).sum((1, 3)))
+        counts.append(sees(None, None, queries[:, None], keys).view(-1, BLOCK, blocks, BLOCK).sum((1, 3)))
     count = torch.cat(counts)
     full = count == BLOCK * BLOCK
     return BlockMask.from_kv_blocks(
@@ -124,11 +123,14 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None, softcap: float | None) -> Tensor:
     """Attention ``[1, heads, N, D]`` of queries ``[1, heads, N, D]`` over keys and values ``[1, kv_heads, N, D]``."""
+    tokens, whole = query.shape[2], mask.shape[-1]
+    query, key, value = (F.pad(t, (0, 0, 0, whole - tokens)) for t in (query, key, value))
     score_mod = None if softcap is None else _capped(softcap, query.device)
     gqa = query.shape[1] > key.shape[1]
-    options = {"BACKEND": "TRITON"}  # for few tokens too, for which another kernel would be taken
+    options = {"BACKEND": "TRITON"}
     with torch._dynamo.config.patch(recompile_limit=_KERNELS):
-        return _kernel()(query, key, value, score_mod, mask, scaling, gqa, kernel_options=options)
+        out = _kernel()(query, key, value, score_mod, mask, scaling, gqa, kernel_options=options)
+    return out[:, :, :tokens]
 
 
 @functools.cache
@@ -187,7 +189,7 @@ def _fault(kind: Kind, otherwise: Otherwise) -> str | None:
     except Exception as error:  # whatever a compiler or a driver says
         return first_line(error)
     # Each entry is rounded by itself: compared is how far a whole tensor lies off, which no rounding makes large.
-    off = max(((b - a).norm() / a.norm()).item() for a, b in zip(*found, strict=True))
+    off = torch.stack([(b - a).norm() / a.norm() for a, b in zip(*found, strict=True)]).max().item()  # NaN if one is
     return None if off <= _TOLERANCE[kind.dtype] else f"its numbers are off by {off:.2g} of their size"
 
 
