@@ -17,6 +17,7 @@ from workbench.models import attention, forest_flex
 from workbench.models.attention import Forest
 from workbench.models.load import ModelSpec, load_model
 from workbench.models.policy import Policy, set_gradient_checkpointing
+from workbench.models.probe import choose_layout
 from workbench.tiny.model import tiny_model
 
 CPU = torch.device("cpu")
@@ -204,6 +205,22 @@ def test_eager_attention_stays_without_kernels(flex):
     assert not flex
     assert_equal(load_model(ModelSpec("tiny")), "shared")
     assert flex
+
+
+def test_choosing_a_layout_builds_no_kernel_and_rounds_no_products(flex, monkeypatch):
+    precisions = []
+    forward = Policy.forward
+    monkeypatch.setattr(
+        Policy, "forward", lambda *a, **k: (precisions.append(torch.get_float32_matmul_precision()), forward(*a, **k))[1]
+    )
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert choose_layout(tiny_model("llama", size="pico"), "auto") == "shared"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert precisions == ["highest", "highest"]
+    assert not flex
 
 
 def test_one_check_for_each_kind(flex):

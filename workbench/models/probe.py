@@ -1,7 +1,9 @@
 """Checks that a model computes what we take it to compute, on a handful of tokens, before it is trained."""
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -95,17 +97,29 @@ def check_head(model: PreTrainedModel) -> None:
 
 def layout_difference(model: PreTrainedModel, layout: Layout) -> float:
     """Mean difference, relative to their size, between the hidden states and gradients of the model's kind under ``layout`` and
-    under ``padded``."""
+    under ``padded``, in full precision and without kernels, which are checked by themselves."""
     model = _shallow_copy(model)
     batch = _documents().to(model.device)
     found = []
-    with evaluating(model):
+    with evaluating(model), _full_precision():
         for name in ("padded", layout):
-            hidden = Policy(model, layout=name)(batch, ["hidden"]).hidden
+            policy = Policy(model, layout=name)
+            policy.kernels = False
+            hidden = policy(batch, ["hidden"]).hidden
             model.zero_grad()
             (hidden * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)).sum().backward()
             found.append((hidden.detach(), model.get_input_embeddings().weight.grad.clone()))
     return max(relative_difference(a, b) for a, b in zip(*found, strict=True))
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def relative_difference(expected: Tensor, actual: Tensor) -> float:
