@@ -20,7 +20,6 @@ from workbench.cli.check import FROM_GROUPS
 from workbench.cli.schema import OWN, locate
 from workbench.cli.schema import describe as describe_signature
 from workbench.errors import UserError
-from workbench.models.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     import lightning as L
@@ -227,7 +226,9 @@ def _train_here(cfg: DictConfig, folder: pathlib.Path, checkpoint: str | None, o
     if checkpoint is None:
         _note_untrained(parts.method)
     if parts.trainer.strategy.root_device.type == "cpu":
-        keep_freed_memory()
+        from workbench.models.host_memory import KeepsFreedMemory
+
+        parts.trainer.callbacks.append(KeepsFreedMemory())
     started = time.perf_counter()
     with _children_end_with_us(parts.trainer), _interrupt_stays_one():
         parts.trainer.fit(parts.method, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True)

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 
+import lightning as L
 import pytest
 
+import workbench
 from workbench.models import host_memory
 
 FAULTS = """
@@ -35,6 +37,22 @@ def test_a_step_maps_no_memory_that_the_one_before_had():
     if kept < 0:
         pytest.skip("this C library has no mallopt")
     assert kept < 100 < faults("as it is") / 10
+
+
+def test_it_begins_when_the_optimizer_has_its_states(monkeypatch, tmp_path):
+    steps = []
+    monkeypatch.setattr(host_memory, "keep_freed_memory", lambda: steps.append(trained["trainer"].global_step))
+    trained = {}
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer, method):
+            trained["trainer"] = trainer
+
+    workbench.train(
+        "method=sft", "model=tiny", "data=tiny", "data.batch_size=4", "data.micro_batch_size=2", "trainer.max_steps=3",
+        "callbacks=none", "logger=none", "save_model=false", f"paths.run_dir={tmp_path}", callbacks=[Watch()],
+    )  # fmt: skip
+    assert steps == [1]
 
 
 def test_other_systems_are_left_alone(monkeypatch):
