@@ -1,17 +1,21 @@
 """Compiled layers compute what they did, keep their names, and are refused where nothing would be compiled."""
 
 import copy
+import functools
 
+import lightning as L
 import pytest
 import torch
 import torch._dynamo
-from support import SaveAt, assert_same_trajectory, run_sft
+from peft.tuners.tuners_utils import BaseTunerLayer
+from support import DATA, SaveAt, assert_same_trajectory, run_method, run_sft
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_policy import NORM, random_ids, text
 from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
+from workbench.methods.dpo import DPO
 from workbench.models.compiling import check_compile, check_compiler, is_compiled, uncompiled
 from workbench.models.peft import PeftSpec, apply_peft
 from workbench.models.policy import Policy, set_gradient_checkpointing
@@ -44,7 +48,11 @@ def outcome(options, layout="padded", mode=False, lora=False, architecture="llam
         logps.sum().backward()
         with torch.no_grad():
             found += [logps.detach(), policy(batch(lengths)).logps]
-    return torch.cat(found), {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}, policy
+    return torch.cat(found), gradients_of(policy), policy
+
+
+def gradients_of(policy):
+    return {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 
 def assert_same(a, b):
@@ -68,6 +76,64 @@ def test_with_recomputation_and_adapters(mode, lora):
     compiled = outcome(TRACED, mode=mode, lora=lora)
     assert counters["stats"]["unique_graphs"] > 0
     assert_same(outcome(False, mode=mode, lora=lora), compiled)
+
+
+class Passes(L.Callback):
+    """How a layer was run: in training or not, with a gradient or not, the adapter off or on, under autocast or not."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_fit_start(self, trainer, module):
+        layer = module.policy.causal_lm.model.layers[0]
+        adapter = next(m for m in layer.modules() if isinstance(m, BaseTunerLayer))
+        cast = functools.partial(torch.is_autocast_enabled, "cpu")
+        layer.register_forward_pre_hook(
+            lambda *_: self.seen.add((layer.training, torch.is_grad_enabled(), adapter.disable_adapters, cast()))
+        )
+
+
+def test_a_run_that_switches_adapter_mode_and_gradient():
+    """DPO with an adapter: the reference is the model without it; dropout, autocast, and evaluations between the steps. Traced
+    code computes all of it in the order of what was traced, so that the bits are the same."""
+    method = {"layout": "padded", "peft": PeftSpec(r=4, dropout=0.2), "disable_dropout": False}
+    data = {"train": str(DATA / "preference.jsonl"), "eval": str(DATA / "preference.jsonl"), "batch_size": 4}
+    trainer = {"max_steps": 3, "val_check_interval": 2, "limit_val_batches": 1, "precision": "bf16-mixed"}
+    found, passes = [], Passes()
+    for options, callbacks in ((False, [passes]), (TRACED, [])):
+        torch.manual_seed(5)
+        steps, _, fit = run_method(
+            DPO, data, {**method, "torch_compile": options}, {**trainer, "num_sanity_val_steps": 0}, callbacks=callbacks
+        )
+        values = {name: value.item() for name, value in fit.callback_metrics.items()}
+        found.append([{k: v for k, v in step.items() if "per_second" not in k} for step in [*steps, values]])
+    assert passes.seen == {(True, True, False, True), (False, False, True, True), (False, False, False, True)}
+    assert counters["stats"]["unique_graphs"] > 0
+    assert found[0][-1]["val/loss"] != found[0][0]["train/loss"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_dropout_of_compiled_code_is_repeatable_and_its_own():
+    """Inductor draws other numbers than eager layers unless it is told to."""
+    rows, found = batch(LENGTHS[0]), []
+    for options in (False, True, {"options": {"fallback_random": True}}):
+        torch._dynamo.reset()
+        model = tiny_model("llama", size="pico", num_hidden_layers=1, attention_dropout=0.3)
+        policy = Policy(model, layout="padded", torch_compile=options).train()
+        runs = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            policy.zero_grad()
+            logps = policy(rows).logps
+            logps.sum().backward()
+            runs.append([logps.detach(), *gradients_of(policy).values()])
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+        assert not torch.allclose(runs[0][0], runs[2][0], atol=1e-3)
+        found.append(runs[0])
+    eager, own, told = found
+    assert not torch.allclose(own[0], eager[0], atol=1e-3)
+    torch.testing.assert_close(told, eager, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from workbench.models import offload
 from workbench.models.offload import Offload, Waiting
 from workbench.models.peft import PeftSpec, apply_peft
 from workbench.models.policy import Policy, set_gradient_checkpointing
+from workbench.models.reference import AdapterView
 from workbench.tiny.model import tiny_model
 
 
@@ -33,13 +34,16 @@ def moved(monkeypatch):
     return seen
 
 
-def gradients(layout, mode, offloading, lora=False):
-    model = tiny_model("llama", size="pico")
+def gradients(layout, mode, offloading, lora=False, dropout=0.0, seed=0, reference=False):
+    model = tiny_model("llama", size="pico", attention_dropout=dropout)
     set_gradient_checkpointing(model, mode)
-    hf = apply_peft(model, PeftSpec(r=4)) if lora else model
+    hf = apply_peft(model, PeftSpec(r=4, dropout=dropout)) if lora else model
     policy = Policy(hf, layout=layout, activation_offloading=offloading).train()
     batch = MicroBatch.from_rows([text(random_ids(n, seed=n)) for n in (41, 23, 37)], [0, 1, 2], NORM)
-    policy(batch).logps.sum().backward()
+    torch.manual_seed(seed)
+    logps = policy(batch).logps
+    beside = AdapterView(policy, None).outputs(batch).logps if reference else 0.0
+    (logps - beside).sigmoid().sum().backward() if reference else logps.sum().backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
@@ -117,6 +121,63 @@ def test_copies_of_weights_that_autocast_keeps_stay(moved):
     with torch.autocast("cpu", torch.bfloat16), Offload(layer):
         layer(layer(x).float()).sum()
     assert {size for _, size in moved} == {32 * 64 * 2}  # inputs of the layers alone
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_frozen_weights_are_cast_again_and_do_not_move(moved, transposed):
+    layer = nn.Linear(64, 96).requires_grad_(False)
+    if transposed:
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+    x = torch.randn(32, 64, requires_grad=True)
+    found = []
+    for within in (contextlib.nullcontext(), Offload(layer)):
+        with torch.autocast("cpu", torch.bfloat16), within:
+            out = layer(x).float().square().sum()
+        found.append(torch.autograd.grad(out, x)[0])
+    assert torch.equal(*found)
+    assert {size for _, size in moved} == {32 * 96 * 4}  # what the square keeps
+    with torch.autocast("cpu", torch.bfloat16), Offload(layer):
+        out = layer(x).sum()
+    layer.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.backward()
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_an_adapter_under_autocast_moves_no_weights(moved, mode):
+    """And computes the same, where the reference is computed between the forward pass and the backward pass too."""
+    found = []
+    for offloading in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(gradients("padded", mode, offloading, lora=True, reference=True))
+        assert bool(moved) == offloading
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    model = tiny_model("llama", size="pico")
+    sizes = {p.numel() * 2 for p in model.model.layers.parameters() if p.dim() == 2}
+    assert not {size for _, size in moved} & sizes
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_dropout_draws_the_same_numbers(moved, layout, mode):
+    found = []
+    for offloading, seed in ((False, 3), (True, 3), (True, 4)):
+        found.append(gradients(layout, mode, offloading, lora=True, dropout=0.3, seed=seed))
+    assert moved
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    assert not all(torch.allclose(found[1][name], found[2][name], rtol=1e-2) for name in found[0])
+
+
+def test_passes_without_a_gradient_move_nothing(moved):
+    """Neither a reference beside the policy, nor what a layer computes without a gradient."""
+    adapted = apply_peft(tiny_model("llama", size="pico"), PeftSpec(r=4))
+    policy = Policy(adapted, layout="padded", activation_offloading=True).train()
+    batch = MicroBatch.from_rows([text(random_ids(n, seed=n)) for n in (41, 23)], [0, 1], NORM)
+    AdapterView(policy, None).outputs(batch)
+    x = torch.randn(64, 64, requires_grad=True)
+    with Offload(policy), torch.no_grad():
+        (x.exp() * x).tanh()
+    assert not moved
 
 
 @pytest.mark.parametrize("fails", [False, True])

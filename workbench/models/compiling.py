@@ -56,6 +56,9 @@ def compile_layers(model: PreTrainedModel, options: Compile) -> None:
     What surrounds the layers is not compiled: the head has a backward pass of its own, and attention over a forest of segments
     (`workbench.models.attention`) is left out of the graph, which ends there and starts again.
 
+    Dropout above 0 is repeatable, but inductor draws other numbers than layers that are not compiled; with
+    ``options={"fallback_random": True}`` it draws the same.
+
     Args:
         model: the transformers model.
         options: True, or arguments of ``torch.compile``.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 SMALLEST = 2**12  # bytes below which moving a tensor costs more than it frees
@@ -18,8 +20,10 @@ _RECENT = 4  # saved tensors that are told apart from further saves of the same
 class Offload(saved_tensors_hooks):
     """Inside, tensors that autograd saves wait on the host; the backward pass fetches each when it needs it.
 
-    Parameters stay, which are on the device anyhow, and so do small tensors and views that repeat elements. On CUDA copies run
-    beside the computation, from and to pinned memory. Nothing is held but by the graph itself.
+    Parameters stay, which are on the device anyhow, and so do small tensors and views that repeat elements. The copies of frozen
+    weights that autocast makes for linear layers are neither moved nor held, but made again; those that other operations take
+    (experts in one tensor) are moved. On CUDA copies run beside the computation, from and to pinned memory. Nothing is held but
+    by the graph itself.
 
     Args:
         module: whose parameters are known by their storage. Those of sharded layers exist from one layer to the next only, so
@@ -33,16 +37,19 @@ class Offload(saved_tensors_hooks):
         self._recent: deque[tuple[Any, Tensor, weakref.ref[Waiting]]] = deque(maxlen=_RECENT)
         self._order: list[weakref.ref[Waiting]] = []
         self._streams: dict[torch.device, Streams] = {}
+        self._casts = FrozenCasts()
         super().__init__(self._pack, _unpack)
 
     def __enter__(self) -> None:
         for layer in self._module.modules():
             if layer._parameters:
                 self._hooks.append(layer.register_forward_pre_hook(self._know))
+        self._casts.__enter__()
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._casts.__exit__(*error)
         for streams in self._streams.values():
             streams.settle(0)
         for hook in self._hooks:
@@ -54,10 +61,12 @@ class Offload(saved_tensors_hooks):
     def _know(self, layer: nn.Module, inputs: Any) -> None:
         self._known.update(_address(p) for p in layer._parameters.values() if p is not None)
 
-    def _pack(self, tensor: Tensor) -> "Waiting | Kept":
+    def _pack(self, tensor: Tensor) -> "Waiting | Kept | Recast":
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or tensor.nbytes < SMALLEST or tensor.nbytes > tensor.untyped_storage().nbytes():
             return Kept(tensor)
+        if (weight := self._casts.of.get(_address(tensor))) is not None:
+            return Recast(tensor, weight)
         if _address(tensor) in self._known or _is_of_parameter(tensor):
             return Kept(tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -93,6 +102,47 @@ class Kept:
         if self.tensor._version != self.version:
             raise RuntimeError("a tensor that the backward pass needs was changed in place after the forward pass.")
         return self.tensor
+
+
+class FrozenCasts(TorchFunctionMode):
+    """Inside, frozen weights of linear layers are cast as autocast would, which holds no copies of them, and are told by their
+    copies' addresses: ``of`` has them for as long as the layer is being computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or kwargs or not _is_cast_at_every_use(args[1]):
+            return func(*args, **(kwargs or {}))
+        inputs, weight, *bias = args
+        cast = weight.to(torch.get_autocast_dtype(weight.device.type))
+        self.of[_address(cast)] = weight
+        try:
+            return func(inputs, cast, *bias)
+        finally:
+            self.of.clear()
+
+
+class Recast:
+    """A frozen weight in another dtype: made again where it is needed.
+
+    Args:
+        cast: the copy, or a view of it.
+        weight: what it is a copy of.
+    """
+
+    def __init__(self, cast: Tensor, weight: Tensor) -> None:
+        self.weight, self.dtype = Kept(weight), cast.dtype
+        self.view = cast.size(), cast.stride(), cast.storage_offset()
+
+    def take(self) -> Tensor:
+        """The copy, made again.
+
+        Raises:
+            RuntimeError: the weight has been changed since.
+        """
+        return self.weight.take().to(self.dtype).as_strided(*self.view)
 
 
 class Streams:
@@ -182,7 +232,7 @@ def _host_memory(tensor: Tensor, pinned: bool) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
 
 
-def _unpack(packed: Waiting | Kept) -> Tensor:
+def _unpack(packed: Waiting | Kept | Recast) -> Tensor:
     return packed.take()
 
 
@@ -192,6 +242,14 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     while step is not None and len(step.next_functions) == 1:
         step = step.next_functions[0][0]
     return step is not None and isinstance(getattr(step, "variable", None), nn.Parameter)
+
+
+def _is_cast_at_every_use(weight: Any) -> bool:
+    if type(weight) is not nn.Parameter or weight.requires_grad or not torch.is_autocast_enabled(weight.device.type):
+        return False
+    return weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and weight.dtype != torch.get_autocast_dtype(
+        weight.device.type
+    )
 
 
 def _address(tensor: Tensor) -> int:
