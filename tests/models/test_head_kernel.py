@@ -157,7 +157,7 @@ def test_half_precision_passes_the_comparison(package):
     hidden, head, targets = rig()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         logps = token_logps(hidden, head, targets).logps
-    assert len(head_kernel._checked) == 2
+    assert len(head_kernel._checked) == 1  # of the same numbers
     exact = token_logps(hidden, rig("torch")[1], targets).logps
     assert 1e-4 < (logps - exact).abs().max() < 0.2
 
