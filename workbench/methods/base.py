@@ -25,6 +25,7 @@ from workbench.methods.metrics import Meter
 from workbench.methods.optim import OptimizerFactory, SchedulerFactory, adamw, build_optimizer, build_scheduler
 from workbench.methods.resume import KEY, rewrite_position
 from workbench.models.compiling import check_compile, check_compiler
+from workbench.models.head_kernel import HeadKernel, check_device, check_head_kernel, check_precision
 from workbench.models.layouts import Layout
 from workbench.models.load import ModelSpec, load_model, unwrap
 from workbench.models.peft import PeftSpec, apply_peft
@@ -35,6 +36,8 @@ from workbench.models.tokenizer import fit_vocabulary, load_tokenizer
 from workbench.strategies.info import data_parallel_group, data_parallel_mesh, is_deepspeed
 
 log = logging.getLogger(__name__)
+
+_METRICS_OF = {"entropy": "train/entropy", "top1": "train/mean_token_accuracy", "mean_logit": "train/logits/*"}
 
 
 class Method(L.LightningModule):
@@ -58,6 +61,9 @@ class Method(L.LightningModule):
         pad_to_multiple_of: round row lengths up to a multiple.
         chunked_head: form the logits in pieces, so that memory does not grow with tokens times vocabulary; ``auto`` does so
             where they are many.
+        head_kernel: what computes the log-probabilities: ``torch``, or on CUDA in half precision the kernel of the package
+            ``cut_cross_entropy``, which holds no logits. It gives nothing else: training steps log no entropy, accuracy or
+            logits then, and where a loss or an evaluation set reads these, torch forms the logits once more.
         scope: ``step`` divides once per optimizer step; ``micro_batch`` averages means of micro-batches.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None leaves it out.
         compute_metrics: ``f(EvalPredictions) -> dict`` over an evaluation set.
@@ -68,6 +74,7 @@ class Method(L.LightningModule):
     trains_prompts: ClassVar[bool] = False  # of pairs, with data.train_on=all
     trains_tokens: ClassVar[bool] = True  # whether the loss reads the tokens that data.train_on chooses
     generates: ClassVar[bool] = True  # whether the model writes text; one that scores cannot be asked
+    trains_lm_head: ClassVar[bool] = True  # whether the loss reads log-probabilities of tokens
     auto_class: ClassVar[str] = "AutoModelForCausalLM"  # of transformers, for what `save_pretrained` writes
 
     def __init__(
@@ -85,6 +92,7 @@ class Method(L.LightningModule):
         layout: Layout | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
         chunked_head: bool | Literal["auto"] = "auto",
+        head_kernel: HeadKernel = "torch",
         scope: Scope = "step",
         router_aux_loss_coef: float | None = None,
         compute_metrics: ComputeMetrics | None = None,
@@ -102,6 +110,8 @@ class Method(L.LightningModule):
         self.layout = layout
         self.pad_to_multiple_of = pad_to_multiple_of
         self.chunked_head = chunked_head
+        self.head_kernel: HeadKernel = head_kernel
+        self._left_out: list[str] = []  # statistics that training steps do not log
         self.scope: Scope = scope
         self.router_aux_loss_coef = router_aux_loss_coef
         self.compute_metrics = compute_metrics
@@ -115,6 +125,7 @@ class Method(L.LightningModule):
         self._last_time: float | None = None
         check_at_least(1, method__pad_to_multiple_of=pad_to_multiple_of)
         check_compile(torch_compile, layout, gradient_checkpointing, activation_offloading)
+        check_head_kernel(head_kernel, self.trains_lm_head)
         if activation_offloading and gradient_checkpointing == "selective":
             raise UserError(
                 "method.activation_offloading=true does not reach what gradient_checkpointing=selective keeps; set "
@@ -141,7 +152,11 @@ class Method(L.LightningModule):
             return
         if self._trainer is not None:
             check_compiler(self.trainer.strategy.root_device, self.torch_compile)
+            if self.head_kernel != "torch":
+                check_device(self.trainer.strategy.root_device)
         self.policy = self.build_policy()
+        if self._trainer is not None and self.head_kernel != "torch":
+            check_precision(self.trainer.precision, self.policy.causal_lm.get_output_embeddings().weight.dtype)
         self.build_beside()
         mesh = data_parallel_mesh(self.trainer.strategy) if self._trainer is not None else None
         if mesh is not None:
@@ -175,6 +190,7 @@ class Method(L.LightningModule):
             "layout": self.layout,
             "pad_to_multiple_of": self.pad_to_multiple_of,
             "chunked_head": self.chunked_head,
+            "head_kernel": self.head_kernel,
             "activation_offloading": self.activation_offloading,
             "torch_compile": self.torch_compile,
         }
@@ -194,9 +210,23 @@ class Method(L.LightningModule):
         self._closing = batch.closes_step
         self._last_time = self._last_time or time.perf_counter()
 
-    def record(self, name: str, values: Tensor, weights: Tensor) -> None:
+    def want_in_training(self, *logged: str, read: Sequence[str] = ()) -> list[str]:
+        """What a training step asks of the policy besides log-probabilities.
+
+        Args:
+            logged: statistics for the logs alone, left out where the head's kernel does not give them.
+            read: statistics that the loss reads.
+        """
+        if self.head_kernel != "torch":
+            self._left_out = [name for name in logged if name not in read]
+        kept = [name for name in (*logged, *read) if name not in self._left_out]
+        return ["logps", *dict.fromkeys(kept)] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+
+    def record(self, name: str, values: Tensor | None, weights: Tensor) -> None:
         """Adds a per-token or per-row metric of this micro-batch: the mean of ``values`` under ``weights``, over the step, or
-        over micro-batches' means with ``scope="micro_batch"``."""
+        over micro-batches' means with ``scope="micro_batch"``; None, a statistic that was left out, is none."""
+        if values is None:
+            return
         total = torch.where(weights == 0, 0.0, values.detach().double() * weights).sum()
         count = weights.sum()
         if self.scope == "micro_batch":
@@ -226,6 +256,9 @@ class Method(L.LightningModule):
         """Names what makes this run depend on how it is cut into micro-batches."""
         if self.activation_offloading and self.device.type == "cpu":
             log.warning("method.activation_offloading=true frees nothing on a CPU, where it copies every activation once more.")
+        if self._left_out:
+            names = ", ".join(_METRICS_OF[name] for name in self._left_out)
+            log.info("method.head_kernel=%s gives log-probabilities alone: no step logs %s.", self.head_kernel, names)
         for reason in self.couplings():
             log.warning("%s, so this run's numbers depend on data.micro_batch_size and on the number of devices.", reason)
 

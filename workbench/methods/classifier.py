@@ -27,6 +27,7 @@ class Classifier(Method):
     """
 
     generates = False
+    trains_lm_head = False
     kind: ClassVar[Kind]
     num_labels: ClassVar[int]
 

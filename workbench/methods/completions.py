@@ -10,7 +10,7 @@ from workbench.losses.preference import Pairs
 from workbench.losses.sequences import sequence_lengths, sequence_sums
 from workbench.models.policy import PolicyOutput
 
-Record = Callable[[str, Tensor, Tensor], None]
+Record = Callable[[str, Tensor | None, Tensor], None]
 """``record(name, values, weights)``: adds to the mean of ``values`` under ``weights``."""
 
 
@@ -55,9 +55,9 @@ class Completions:
         """The outputs' weights within the segments of one role, 0 elsewhere ``[T]``."""
         return torch.where(self.batch.role[self.segment] == int(role), self.weights, 0.0)
 
-    def hits(self) -> Tensor:
-        """1 where the most likely token is the target ``[T]``."""
-        return (self.out.top1 == self.targets).float()
+    def hits(self) -> Tensor | None:
+        """1 where the most likely token is the target ``[T]``; None where that was not asked for."""
+        return None if self.out.top1 is None else (self.out.top1 == self.targets).float()
 
 
 def ones(values: Tensor) -> Tensor:

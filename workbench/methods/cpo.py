@@ -60,7 +60,7 @@ class CPO(Method):
         self.alpha = alpha
         self.cpo_alpha = cpo_alpha
         self.loss_options = {**shared, "alpha": alpha}
-        self.want = ["logps", "mean_logit"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("mean_logit")
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""

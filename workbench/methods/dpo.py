@@ -81,8 +81,9 @@ class DPO(Precomputed):
             "divergence_alpha": divergence_alpha,
             "tau": discopop_tau,
         }
-        self.want = ["logps", "entropy", "top1", "mean_logit"]
-        self.want += ["log_collision"] * use_weighting + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        weighting = ["log_collision"] * use_weighting
+        self.want = self.want_in_training("entropy", "top1", "mean_logit", read=weighting)
+        self.want_in_evaluation = ["logps", "entropy", "top1", "mean_logit", *weighting]
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""
@@ -93,7 +94,7 @@ class DPO(Precomputed):
     def evaluation_step(self, batch: MicroBatch, evaluation: Evaluation) -> None:
         """Adds loss and metrics of one micro-batch."""
         reference = self.reference_sums(batch, self.reference_weights(batch))
-        out = self.policy(batch, [name for name in self.want if name != "aux_loss"])
+        out = self.policy(batch, self.want_in_evaluation)
         evaluation.add_terms(self.terms(batch, out, reference, evaluation.add))
         evaluation.add_predictions(batch, out.top1, out.logps)
 

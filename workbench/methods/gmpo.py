@@ -64,7 +64,7 @@ class GMPO(Online):
         self.scale_rewards: Scale = scale_rewards
         self.kl_estimator: Estimator = kl_estimator
         self.use_bias_correction_kl = use_bias_correction_kl
-        self.want = ["logps", "entropy"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy")
 
     def compute_advantages(self, result: RewardResult, window: Window) -> np.ndarray:
         """Distances from the group's mean."""

@@ -35,6 +35,7 @@ from workbench.losses.sequences import sequence_sums
 from workbench.methods.evaluation import Term
 from workbench.methods.online import Online
 from workbench.methods.window import Window
+from workbench.models.head_kernel import refusal
 from workbench.models.load import ModelSpec
 from workbench.models.policy import PolicyOutput
 from workbench.rewards import RewardResult
@@ -135,6 +136,8 @@ class GRPO(Online):
         self.entropy_control = EntropyController(
             entropy_coef, use_adaptive_entropy, entropy_target, entropy_coef_delta, entropy_coef_min, entropy_coef_max
         )
+        if self.head_kernel != "torch" and self.entropy_control.active:
+            raise refusal("gives no gradient of the entropy: set method.entropy_coef=0 and method.use_adaptive_entropy=false")
         if importance_sampling_mode == "sequence_mask" and loss == "vespo":
             importance_sampling_mode = "token_truncate"  # the default of others, which vespo cannot have
         self._warnings = check_policy_options(
@@ -168,7 +171,7 @@ class GRPO(Online):
         self.off_policy_mask_threshold = off_policy_mask_threshold
         self.correction_mode = importance_sampling_mode
         self.correction_bounds = {"clip_min": importance_sampling_clip_min, "clip_max": importance_sampling_clip_max}
-        self.want = ["logps", "entropy"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy", read=["entropy"] * (top_entropy_quantile < 1))
         self._entropy_before: float | None = None  # of the step before
 
     def _check(

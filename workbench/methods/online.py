@@ -24,6 +24,7 @@ from workbench.methods.completions_table import CompletionsTable
 from workbench.methods.generating import Generating
 from workbench.methods.rollouts import Group, Row
 from workbench.methods.window import Window
+from workbench.models.head_kernel import refusal
 from workbench.models.load import ModelSpec
 from workbench.models.logps import LogitsProcessing
 from workbench.rewards import RewardResult
@@ -86,6 +87,7 @@ class Online(Generating):
         self.mask_truncated_completions = mask_truncated_completions
         self.dynamic_sampling = dynamic_sampling
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
+        self._check_head_kernel()
         if num_completions_to_print and not log_completions_every_n_steps:
             raise UserError(
                 f"method.num_completions_to_print={num_completions_to_print} has no effect with "
@@ -104,6 +106,14 @@ class Online(Generating):
     def policy_arguments(self) -> dict[str, Any]:
         """As `Method`'s, and the precision of the head."""
         return {**super().policy_arguments(), "head_dtype": torch.float32 if self.cast_lm_head_to_fp32 else None}
+
+    def _check_head_kernel(self) -> None:
+        if self.head_kernel == "torch":
+            return
+        if self.cast_lm_head_to_fp32:
+            raise refusal("computes in half precision: set method.cast_lm_head_to_fp32=false")
+        if self.sampling.truncates or self.sampling.repetition_penalty != 1:
+            raise refusal("knows no restriction to some tokens: leave out method.top_k, top_p, min_p and repetition_penalty")
 
     def _check_reference_is_read(self) -> None:
         for name in ("ref_model", "ref_adapter", "sync_ref_model"):

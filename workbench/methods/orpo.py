@@ -39,7 +39,7 @@ class ORPO(Method):
             raise UserError(f"method.beta={beta} would prefer the rejected completions; use 0 or more.")
         super().__init__(model, **options)
         self.beta = beta
-        self.want = ["logps", "mean_logit"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("mean_logit")
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""

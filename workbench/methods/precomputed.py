@@ -60,7 +60,8 @@ class Precomputed(Referenced):
     def reference_depends_on(self) -> dict[str, Any]:
         """What precomputed numbers depend on besides rows, weights and the libraries."""
         attention = self.policy.config._attn_implementation
-        return {"attention": attention, "precision": str(self.trainer.precision), "layout": self.layout}
+        kernel = {} if self.head_kernel == "torch" else {"head_kernel": self.head_kernel}
+        return {"attention": attention, "precision": str(self.trainer.precision), "layout": self.layout, **kernel}
 
     def reference_placed(self) -> None:
         """Computes and stores the log-probabilities, or reads those of an earlier run, and frees the reference."""

@@ -66,7 +66,7 @@ class RLOO(Online):
         self.bounds = (1 - epsilon, 1 + high)
         self.normalize_advantages = normalize_advantages
         self.reward_clip_range = reward_clip_range
-        self.want = ["logps", "entropy"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy")
 
     def keeps_old_logps(self, steps: int) -> bool:
         """Also for the divergence, which is taken off the rewards before the first step."""

@@ -40,7 +40,7 @@ class SFT(Method):
     ) -> None:
         super().__init__(model, **options)
         self.loss = loss
-        self.want = ["logps", "entropy", "top1"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy", "top1")
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""
@@ -64,5 +64,5 @@ class SFT(Method):
         evaluation.add("mean_token_accuracy", self._hits(batch, out), trained)
         evaluation.add_predictions(batch, out.top1, out.logps)
 
-    def _hits(self, batch: MicroBatch, out: PolicyOutput) -> Tensor:
-        return (out.top1 == batch.tokens[batch.outputs]).float()
+    def _hits(self, batch: MicroBatch, out: PolicyOutput) -> Tensor | None:
+        return None if out.top1 is None else (out.top1 == batch.tokens[batch.outputs]).float()

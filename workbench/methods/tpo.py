@@ -59,7 +59,8 @@ class TPO(Method):
         self.tpo_alpha = tpo_alpha
         # whose tokens the loss reads
         self.roles = (Role.CHOSEN, Role.REJECTED) + (Role.GOLD,) * bool(tpo_alpha)
-        self.want = ["logps", "entropy", "top1", "mean_logit"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy", "top1", "mean_logit")
+        self.want_in_evaluation = ["logps", "entropy", "top1", "mean_logit"]
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the step's loss."""
@@ -68,7 +69,7 @@ class TPO(Method):
 
     def evaluation_step(self, batch: MicroBatch, evaluation: Evaluation) -> None:
         """Adds loss and metrics of one micro-batch."""
-        out = self.policy(batch, [name for name in self.want if name != "aux_loss"])
+        out = self.policy(batch, self.want_in_evaluation)
         evaluation.add_terms(self.terms(batch, out, evaluation.add))
         evaluation.add_predictions(batch, out.top1, out.logps)
 

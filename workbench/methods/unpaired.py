@@ -68,7 +68,7 @@ class Unpaired(Precomputed):
             raise UserError(f"method.beta={beta} must be above 0.")
         super().__init__(model, **options)
         self.beta = beta
-        self.want = ["logps", "entropy", "mean_logit"] + ["aux_loss"] * (self.router_aux_loss_coef is not None)
+        self.want = self.want_in_training("entropy", "mean_logit")
         self.want_in_evaluation = ["logps", "entropy", "mean_logit", "top1"]
 
     def row_losses(self, labelled: Labelled) -> Tensor:

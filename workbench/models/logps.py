@@ -7,7 +7,7 @@ keeps the gradient of the hidden state, which needs no second pass).
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workbench.errors import UserError
+from workbench.models.head_kernel import HeadKernel, kernel_logps, refusal
 
 _PIECE = 2**22  # logits formed at a time: 16 MiB in fp32
 _FEW = 2**20  # logits that are formed at once: 4 MiB in fp32
@@ -96,15 +97,17 @@ class Head:
         scale: of the products.
         softcap: bound of the logits.
         dtype: in which the products are computed; None: the module's own, or autocast's.
+        kernel: what gives `token_logps` its log-probabilities.
     """
 
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
     dtype: torch.dtype | None = None
+    kernel: HeadKernel = "torch"
 
     @classmethod
-    def of(cls, hf: PreTrainedModel, dtype: torch.dtype | None = None) -> "Head":
+    def of(cls, hf: PreTrainedModel, dtype: torch.dtype | None = None, kernel: HeadKernel = "torch") -> "Head":
         """The head of a causal language model, computing in ``dtype``.
 
         Raises:
@@ -117,7 +120,7 @@ class Head:
         scale = getattr(config, "logit_scale", None) or 1.0
         if getattr(config, "logits_scaling", None):
             scale = 1.0 / config.logits_scaling
-        return cls(module, scale=scale, softcap=getattr(config, "final_logit_softcapping", None), dtype=dtype)
+        return cls(module, scale=scale, softcap=getattr(config, "final_logit_softcapping", None), dtype=dtype, kernel=kernel)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` in fp32.
@@ -193,8 +196,22 @@ def token_logps(
         `TokenStats` with ``[T]`` tensors.
     """
     if support is not None or repetition_penalty != 1.0 or entropy_grad:
+        if head.kernel != "torch":
+            raise refusal(
+                "knows no restriction to some tokens, no repetition penalty and no gradient of the entropy: leave out "
+                "method.top_k, top_p, min_p, repetition_penalty and entropy_coef, and what restricts the engine"
+            )
         processing = LogitsProcessing(temperature, repetition_penalty, support)
         return processed_logps(hidden, head, targets, processing, seen, want=want, entropy_grad=entropy_grad)
+    if head.kernel != "torch" and len(hidden):
+        # In every call, so that a policy and what it is compared with compute alike; statistics are an addition of torch's.
+        stats = TokenStats(kernel_logps(hidden, head, targets, temperature))
+        if others := [name for name in STATS if name != "logps" and name in want]:
+            plain = replace(head, kernel="torch")
+            with torch.no_grad():
+                rest = token_logps(hidden, plain, targets, temperature=temperature, want=others, chunked=True)
+            stats = replace(rest, logps=stats.logps)
+        return stats
     few = len(hidden) * getattr(head.module, "out_features", 2**17) <= _FEW
     if chunked is False or (chunked == "auto" and few):
         return _stats(head(hidden) / temperature if temperature != 1.0 else head(hidden), targets, want)

@@ -18,6 +18,7 @@ from workbench.data.batch import MicroBatch
 from workbench.errors import UserError
 from workbench.models import attention
 from workbench.models.compiling import Compile, compile_layers, uncompiled
+from workbench.models.head_kernel import HeadKernel, check_head
 from workbench.models.heads import classification_head, is_classifier
 from workbench.models.layouts import Layout, ModelInputs, to_inputs
 from workbench.models.load import record_of
@@ -75,6 +76,7 @@ class Policy(nn.Module):
         pad_to_multiple_of: rounds the length of rows up (static shapes for compilers, tensor cores).
         chunked_head: whether logits are formed in pieces (see `token_logps`).
         head_dtype: in which the head's products are computed; None: the weights' own, or autocast's.
+        head_kernel: what computes the log-probabilities in training (see `workbench.models.head_kernel`).
         activation_offloading: whether what the layers keep for the backward pass waits on the host.
         torch_compile: whether the layers are compiled: True, or arguments of ``torch.compile``.
     """
@@ -87,6 +89,7 @@ class Policy(nn.Module):
         pad_to_multiple_of: int | None = None,
         chunked_head: Chunked = "auto",
         head_dtype: torch.dtype | None = None,
+        head_kernel: HeadKernel = "torch",
         activation_offloading: bool = False,
         torch_compile: Compile = False,
     ) -> None:
@@ -94,6 +97,7 @@ class Policy(nn.Module):
         self.torch_compile = torch_compile
         self.activation_offloading = activation_offloading
         self.head_dtype = head_dtype
+        self.head_kernel = head_kernel
         self.chunked_head = chunked_head
         self.hf = hf
         self.layout = layout
@@ -101,6 +105,8 @@ class Policy(nn.Module):
         self.work = Work()
         _check_supported(hf, self.causal_lm)
         attention.keep_softcap(self.causal_lm)
+        if head_kernel != "torch":
+            check_head(Head.of(self.causal_lm))
         self.takes_forest = layout != "padded" and attention.install(self.causal_lm)
         record = record_of(hf)
         self.kernels = record is None or record.spec.attn_implementation != "eager"  # who asks for it wants it written out
@@ -176,7 +182,8 @@ class Policy(nn.Module):
             if processing is not None:
                 options |= vars(processing)
                 options["seen"] = seen_before(batch) if processing.repetition_penalty != 1.0 else None
-            stats = token_logps(predicting, Head.of(self.causal_lm, self.head_dtype), targets, **options)
+            head = Head.of(self.causal_lm, self.head_dtype, self.head_kernel)
+            stats = token_logps(predicting, head, targets, **options)
             for name, values in vars(stats).items():
                 setattr(out, name, values)
         if "aux_loss" in want:

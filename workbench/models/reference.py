@@ -113,7 +113,7 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy, model: nn.Module) -> None:
         super().__init__(policy)
-        names = ("layout", "pad_to_multiple_of", "chunked_head", "head_dtype", "torch_compile")
+        names = ("layout", "pad_to_multiple_of", "chunked_head", "head_dtype", "head_kernel", "torch_compile")
         self.policy = Policy(model, **{name: getattr(policy, name) for name in names})
         self.policy.requires_grad_(False).eval()
         self.fingerprint = fingerprint(model)
