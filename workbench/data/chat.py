@@ -26,8 +26,8 @@ from workbench.errors import UserError
 Messages = list[dict[str, Any]]
 _FLAGS = ("train", "weight")
 _MAX_PLANS = 4096
-_OPTIONS = frozenset((*inspect.signature(render_jinja_template).parameters, "messages"))  # what no variable of a row may be called
-_PLAIN = (str, int, float, bool)
+_OPTIONS = frozenset((*inspect.signature(render_jinja_template).parameters, "messages"))
+_PLAIN = (str, int, float, bool)  # variables of these types reach a template as they are
 _MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -201,9 +201,10 @@ class ChatRenderer:
         self, messages: Messages, tools: Any, variables: Mapping[str, Any], *, markers: bool = False, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         template, variables = self.template(tools), {**self.tokenizer.special_tokens_map, **variables}
-        asks = options.get("add_generation_prompt", False)
         special = tools or markers or options.get("continue_final_message")
-        if not special and _are_texts(messages) and _are_plain(variables):  # nothing to check or to convert: half the time
+        if not special and _are_texts(messages) and _are_plain(variables):
+            # nothing that `render_jinja_template` would check or convert, which takes it as long as rendering
+            asks = options.get("add_generation_prompt", False)
             plain = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": asks}
             return self._facts(template).compiled.render(plain, **variables), []
         texts, marks = render_jinja_template(
@@ -237,7 +238,7 @@ class ChatRenderer:
     def _facts(self, template: str) -> "_Facts":
         if template not in self._known:
             compiled = _compile_jinja_template(template).environment.from_string(template)
-            compiled.globals = dict(compiled.globals)  # a chain of mappings takes jinja a third of the time of a rendering
+            compiled.globals = dict(compiled.globals)  # copied for each rendering: a chain of mappings takes long
             self._known[template] = _Facts(template_tags(template), bool(_MARKERS.search(template)), compiled)
         return self._known[template]
 
@@ -308,7 +309,7 @@ def _are_texts(messages: Messages) -> bool:
 
 
 def _are_plain(variables: Mapping[str, Any]) -> bool:
-    """Whether a template gets these variables just as they are."""
+    """Whether these variables reach a template as they are, and none is an option of rendering."""
     return all(type(value) in _PLAIN for value in variables.values()) and _OPTIONS.isdisjoint(variables)
 
 
