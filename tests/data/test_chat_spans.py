@@ -230,6 +230,25 @@ def test_rendering_equals_the_tokenizers_own():
         assert renderer.render(messages) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"flag": True}, {"flag": [1]}, {"documents": [{"text": "d"}]}, {"eos_token": "E"}, {"tools": None, "flag": 2.5}],
+)
+def test_a_template_sees_the_same_variables_as_in_the_tokenizers_own_rendering(variables):
+    """Whether the renderer calls the compiled template itself, or leaves it to transformers."""
+    shown = "{{ [tools, documents, flag, eos_token, add_generation_prompt, messages, namespace(a=1).a] }}"
+    tokenizer = with_template(t2(), shown)
+    renderer = ChatRenderer(tokenizer)
+    for messages in (TWO_TURNS[:3], [user("q", name="n")], [user("q"), assistant("a", thinking="t"), user("r")]):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        assert renderer.render(messages, None, variables, add_generation_prompt=True) == expected
+
+
+def test_a_documents_variable_that_is_no_list_is_refused_as_transformers_refuses_it():
+    with pytest.raises(UserError, match="Documents should be a list of dicts"):
+        ChatRenderer(with_template(t2(), CHATML)).render(TWO_TURNS, None, {"documents": "d"})
+
+
 def test_a_refusal_names_template_roles_and_way_out():
     renderer = ChatRenderer(with_template(t3(), M6))
     with pytest.raises(UserError, match=r"roles \[system, user, assistant\]: System role not supported.*fold_system"):

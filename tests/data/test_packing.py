@@ -164,3 +164,19 @@ def test_a_hundred_thousand_rows_are_planned_in_seconds():
     plan = plan_packs(lengths, 1024, "bfd")
     assert time.process_time() - started < 10
     assert lengths.sum() / (1024 * len(plan.sizes)) > 0.99
+
+
+@pytest.mark.parametrize(("least", "processes"), [(1, 2), (2, 2), (3, None), (10_000, None)])
+def test_packs_are_the_same_in_processes_which_are_started_where_there_is_work_for_them(monkeypatch, least, processes):
+    rows, started, plain_map = features([5, 6, 7, 8, 9, 3]), [], Dataset.map
+
+    def counted(self, *args, num_proc=None, **kwargs):
+        started.append(num_proc)
+        return plain_map(self, *args, num_proc=num_proc, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", counted)
+    monkeypatch.setattr("workbench.data.packing._LEAST_PACKS", least)
+    alone, _ = pack(rows, 8, "bfd_split")
+    several, plan = pack(rows, 8, "bfd_split", num_proc=2)
+    assert several.to_list() == alone.to_list() and len(plan.sizes) == 5
+    assert started == [None, processes]

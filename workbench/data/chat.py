@@ -6,12 +6,14 @@ weighted character spans. Texts are rendered once; nothing here tokenises.
 """
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jinja2 import Template
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
@@ -24,6 +26,8 @@ from workbench.errors import UserError
 Messages = list[dict[str, Any]]
 _FLAGS = ("train", "weight")
 _MAX_PLANS = 4096
+_OPTIONS = frozenset((*inspect.signature(render_jinja_template).parameters, "messages"))
+_PLAIN = (str, int, float, bool)  # variables of these types reach a template as they are
 _MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -62,10 +66,11 @@ class Conversation:
 
 
 class _Facts(NamedTuple):
-    """What is known of a template by its text: the tags it may look for, and whether it has generation markers."""
+    """What is known of a template by its text: the tags it may look for, whether it has generation markers, and its code."""
 
     tags: re.Pattern[str]
     marked: bool
+    compiled: Template
 
 
 class ChatRenderer:
@@ -195,13 +200,20 @@ class ChatRenderer:
     def _render(
         self, messages: Messages, tools: Any, variables: Mapping[str, Any], *, markers: bool = False, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        template, variables = self.template(tools), {**self.tokenizer.special_tokens_map, **variables}
+        special = tools or markers or options.get("continue_final_message")
+        if not special and _are_texts(messages) and _are_plain(variables):
+            # nothing that `render_jinja_template` would check or convert, which takes it as long as rendering
+            asks = options.get("add_generation_prompt", False)
+            plain = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": asks}
+            return self._facts(template).compiled.render(plain, **variables), []
         texts, marks = render_jinja_template(
             conversations=[messages],
             tools=tools,
-            chat_template=self.template(tools),
+            chat_template=template,
             return_assistant_tokens_mask=markers,
             **options,
-            **{**self.tokenizer.special_tokens_map, **variables},
+            **variables,
         )
         return texts[0], [tuple(span) for span in marks[0]] if markers else []
 
@@ -225,7 +237,9 @@ class ChatRenderer:
 
     def _facts(self, template: str) -> "_Facts":
         if template not in self._known:
-            self._known[template] = _Facts(template_tags(template), bool(_MARKERS.search(template)))
+            compiled = _compile_jinja_template(template).environment.from_string(template)
+            compiled.globals = dict(compiled.globals)  # copied for each rendering: a chain of mappings takes long
+            self._known[template] = _Facts(template_tags(template), bool(_MARKERS.search(template)), compiled)
         return self._known[template]
 
     def _plan(self, key: str, skeleton: Any, render: Any, fresh: bool) -> Plan | str:
@@ -287,6 +301,16 @@ class ChatRenderer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}, "_known": {}}
+
+
+def _are_texts(messages: Messages) -> bool:
+    """Whether the messages are nothing but roles and texts."""
+    return all(len(m) == 2 and type(m.get("role")) is str and type(m.get("content")) is str for m in messages)
+
+
+def _are_plain(variables: Mapping[str, Any]) -> bool:
+    """Whether these variables reach a template as they are, and none is an option of rendering."""
+    return all(type(value) in _PLAIN for value in variables.values()) and _OPTIONS.isdisjoint(variables)
 
 
 def _folded(system: Any, user: dict[str, Any]) -> dict[str, Any]:

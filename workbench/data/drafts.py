@@ -89,11 +89,14 @@ class Drafter:
         self.train_on: TrainOn = train_on
         self.role_weights = dict(role_weights or {})
         self.step_separator = step_separator
+        self._targets: dict[bool, Targets] = {}
 
     def targets(self, conversational: bool) -> Targets:
         """What is trained in rows of this form; `UserError` if that is impossible."""
-        resolved = resolve_train_on(self.train_on, self.data_type, conversational, bool(self.role_weights))
-        return Targets(resolved, self.role_weights if conversational else {})
+        if conversational not in self._targets:
+            resolved = resolve_train_on(self.train_on, self.data_type, conversational, bool(self.role_weights))
+            self._targets[conversational] = Targets(resolved, self.role_weights if conversational else {})
+        return self._targets[conversational]
 
     def draft(self, row: dict[str, Any]) -> RowDraft:
         """The drafts of a normalised row."""
@@ -161,8 +164,8 @@ class Drafter:
         count = max(0, len(messages) - len(completion))
         context = {"tools": row.get("tools"), "kwargs": row.get("chat_template_kwargs")}
         split = self.data_type != "language_modeling"
-        located = split or targets.need_turns(messages) or _reasons(messages)
         marked = targets.need_turns(messages)
+        located = split or marked or _reasons(messages)
         conversation = self.renderer.locate(messages, **context, markers=marked) if located else None
         text = conversation.text if conversation else self.renderer.render(messages, **context)
         boundary = self.renderer.boundary(conversation, messages, count, **context) if split else 0
@@ -192,11 +195,13 @@ def _flags(conversation: Conversation, targets: Targets, first: int) -> Flag:
         flags |= Flag.REASONING_DROPPED
     if conversation.text_dropped:
         flags |= Flag.TEXT_DROPPED
-    placed = [t for t in conversation.turns[first:] if isinstance(t, Turn)]
-    asked = [t for t in placed if conversation.roles[t.message] == "assistant"]
-    flags |= Flag.UNTERMINATED if asked and not asked[-1].terminated else Flag.NONE
-    flags |= Flag.NONE if all(turn.prompted for turn in asked) else Flag.PROMPT_DIFFERS
-    flags |= Flag.OPEN_MARKERS if conversation.open_markers else Flag.NONE
+    asked = [t for t in conversation.turns[first:] if isinstance(t, Turn) and conversation.roles[t.message] == "assistant"]
+    if asked and not asked[-1].terminated:
+        flags |= Flag.UNTERMINATED
+    if not all(turn.prompted for turn in asked):
+        flags |= Flag.PROMPT_DIFFERS
+    if conversation.open_markers:
+        flags |= Flag.OPEN_MARKERS
     stretch = targets.train_on == "completion" and not targets.role_weights
     if stretch and any(role != "assistant" for role in conversation.roles[first:]):
         flags |= Flag.OTHER_ROLES

@@ -92,7 +92,8 @@ class Features:
         weights = weights.astype(np.float32)
         if parent < 0:
             weights[:1] = 0.0
-        self.ids, self.weights = np.concatenate([self.ids, ids]), np.concatenate([self.weights, weights])
+        self.ids = np.concatenate([self.ids, ids]) if self.lengths else ids
+        self.weights = np.concatenate([self.weights, weights]) if self.lengths else weights
         self.lengths.append(len(ids))
         self.parents.append(parent)
         self.roles.append(int(role))

@@ -61,6 +61,8 @@ _SIGNATURES: tuple[tuple[str, tuple[set[str], ...]], ...] = (
 # Those that belong to a type wherever they stand; a ``reference`` is often the answer that a reward compares with.
 TYPE_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "completions", "labels")
 SYSTEM_COLUMNS = ("system", "system_prompt")
+# A column's own name and its aliases.
+_NAMES = {name: (name, *(a for a, target in ALIASES.items() if target == name)) for name in {*TYPE_COLUMNS, *ALIASES.values()}}
 # Every column that `normalise_row` may read.
 READ_COLUMNS = {
     *TYPE_COLUMNS,
@@ -226,7 +228,7 @@ class _Reader:
     def take(self, *names: str) -> Any:
         """Value of the first of the columns that is there and not None (aliases included), else None."""
         for name in names:
-            for alias in (name, *(a for a, target in ALIASES.items() if target == name)):
+            for alias in _NAMES.get(name, (name,)):
                 if self.left.get(alias) is not None:
                     return self.left.pop(alias)
         return None

@@ -32,7 +32,7 @@ def attach_images(row: dict[str, Any], columns: tuple[str, ...], index: int | No
         raise Place(index, "image").error("the row has both 'image' and 'images'; keep one of them.")
     images = single or several
     conversations = [row[name] for name in columns if _is_messages(row[name])]
-    if not conversations:
+    if not conversations or not (images or _blocks(conversations)):
         return {**row, "images": images} if images else row
     images = _hoist(conversations, images, index)
     blocks = _blocks(conversations)

@@ -90,11 +90,9 @@ def normalise_messages(value: Any, place: Place, roles: Mapping[str, str] | None
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(value):
         message, is_call = _normalise_message(message, number, place, roles or {})
-        previous = messages[-1] if messages else {}
-        weighted = (previous.keys() | message.keys()) & {"train", "weight"}
-        if is_call and previous.get("role") == "assistant" and not weighted:
+        if is_call and messages and messages[-1]["role"] == "assistant" and not _weighted(messages[-1], message):
             # calls written as messages of their own belong to the assistant turn they follow
-            previous.setdefault("tool_calls", []).extend(message["tool_calls"])
+            messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
     return messages
@@ -128,6 +126,10 @@ def _normalise_message(message: Any, number: int, place: Place, roles: Mapping[s
     if content is None and role != "tool" and not out.keys() & {"tool_calls", "reasoning_content"}:
         raise place.error(f"message {number} (role {role!r}) has no content. Its keys: {_keys(message)}.")
     return {**out, **_normalise_training_keys(rest, number, place)}, is_call
+
+
+def _weighted(*messages: Mapping) -> bool:
+    return any(key in message for message in messages for key in ("train", "weight"))
 
 
 def _is_normal(message: Any) -> bool:

@@ -27,6 +27,7 @@ from workbench.data.batch import Role
 from workbench.data.spec import Packing, PrepareReport
 
 _BATCH = 1000
+_LEAST_PACKS = 10_000  # of a process: fewer are packed sooner than one has started
 
 
 @dataclass
@@ -123,7 +124,7 @@ def pack(
         max_length: most tokens of a pack.
         strategy: how.
         work: folder for the file that is written; None: in memory.
-        num_proc: processes.
+        num_proc: processes, as far as there is work for them.
     """
     lengths = np.concatenate([np.zeros(0, np.int64), *_lengths(dataset)])
     plan = plan_packs(lengths, max_length, strategy)
@@ -131,11 +132,12 @@ def pack(
     offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
     columns = {n: pa.ListArray.from_arrays(offsets, pa.array(getattr(plan, n))) for n in ("rows", "starts", "stops")}
     target: dict[str, Any] = {"cache_file_name": str(work / "packs.arrow")} if work else {"keep_in_memory": True}
+    processes = min(num_proc or 1, len(plan.sizes) // _LEAST_PACKS)
     packed = Dataset(pa.table(columns)).map(
         _Gather(dataset, strategy == "wrapped"),
         batched=True,
         batch_size=_BATCH,
-        num_proc=num_proc,
+        num_proc=processes if processes > 1 else None,
         remove_columns=list(columns),
         load_from_cache_file=False,
         new_fingerprint="1" * 16,

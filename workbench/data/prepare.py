@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from workbench.cache import many_objects
 from workbench.data.drafts import Flag
 from workbench.data.features import REASONS, RowPreparer, to_rows
 from workbench.data.formats import TYPE_COLUMNS, detect_type, is_conversational, meant_by, unread_column
@@ -150,7 +151,7 @@ def _make(
 ) -> tuple[Dataset, PrepareReport]:
     spec = preparer.spec
     options: dict[str, Any] = {"keep_in_memory": True} if work is None else {"cache_file_name": str(work / "rows.arrow")}
-    with _quiet_forks(num_proc):
+    with _quiet_forks(num_proc), many_objects():
         made = dataset.map(
             preparer.table,
             with_indices=True,

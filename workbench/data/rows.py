@@ -21,7 +21,7 @@ from datasets.features.features import encode_nested_example, get_nested_type
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 
-from workbench.cache import cache_home
+from workbench.cache import cache_home, many_objects
 from workbench.data.jsontext import encode_value
 from workbench.errors import UserError
 
@@ -73,8 +73,8 @@ def fits(value: Any, kind: Kind) -> bool:
         return type(value) is list and all(fits(item, kind[1]) for item in value)
     if type(value) is not dict or len(value) != len(kind[1]):
         return False
-    for (key, item), (name, inner) in zip(value.items(), kind[1], strict=True):
-        if key != name or not ((type(item) is str and inner == "string") or fits(item, inner)):
+    for key, (name, inner) in zip(value, kind[1], strict=True):
+        if key != name or not ((inner == "string" and type(value[key]) is str) or fits(value[key], inner)):
             return False
     return True
 
@@ -180,7 +180,7 @@ def build(make_rows: Callable[[], Iterable[Mapping]], *, kinds: Kinds | None = N
         return Dataset(InMemoryTable(pa.ipc.open_stream(_store(make_rows, kinds, pa.BufferOutputStream).getvalue()).read_all()))
     path = cache_dir() / f"{key}.arrow"
     if not path.exists():
-        with _new_file(path) as temporary:
+        with _new_file(path) as temporary, many_objects():
             _store(make_rows, kinds, partial(pa.OSFile, temporary, "wb"))
     dataset = Dataset.from_file(str(path))
     dataset._fingerprint = key  # the default one depends on the file's time, which differs between machines
