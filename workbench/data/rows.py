@@ -73,8 +73,8 @@ def fits(value: Any, kind: Kind) -> bool:
         return type(value) is list and all(fits(item, kind[1]) for item in value)
     if type(value) is not dict or len(value) != len(kind[1]):
         return False
-    for key, (name, inner) in zip(value, kind[1], strict=True):
-        if key != name or not ((inner == "string" and type(value[key]) is str) or fits(value[key], inner)):
+    for (key, item), (name, inner) in zip(value.items(), kind[1], strict=True):
+        if key != name or not ((type(item) is str and inner == "string") or fits(item, inner)):
             return False
     return True
 
